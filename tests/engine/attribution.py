@@ -93,9 +93,12 @@ def _embeddings(worker: Any) -> NDArray[np.float32]:
     return np.asarray(whole_VD.cpu().numpy())
 
 
-def run(llm: Any, plan: Plan) -> Verdict:
-    """Load the engine as planned, read the ring alongside, judge every row."""
-    vocabulary_VD = embeddings(llm)
+def run(llm: Any, plan: Plan, known_VD: NDArray[np.float32] | None = None) -> Verdict:
+    """Load the engine as planned, read the ring alongside, judge every row.
+
+    `known_VD` are the embeddings, of an engine whose ranks have them in parts.
+    """
+    vocabulary_VD = embeddings(llm) if known_VD is None else known_VD
     directions_DP = projections(vocabulary_VD)
     bank = clairai.ProbeBank(llm)
     bank.add(*probes(directions_DP))

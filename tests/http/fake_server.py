@@ -40,6 +40,7 @@ class Upstream:
 
     script: Script
     epoch: int | None = None
+    core_epochs: tuple[int, ...] = ()  # of an engine with several cores
     ring: Ring | None = None
     has_routes: bool = True
     key: str | None = None
@@ -180,7 +181,14 @@ class Upstream:
     async def _describe(self, _: web.Request) -> web.Response:
         if self.epoch is None:
             return refusal(404, "no taps", code="config")
-        about = {"model": vllm_wire.MODEL, "points": ["pre_attn.0"], "width": 8, "capacity": 2}
+        about: dict[str, Any] = {
+            "model": vllm_wire.MODEL,
+            "points": ["pre_attn.0"],
+            "width": 8,
+            "capacity": 2,
+        }
+        if self.core_epochs:
+            about["cores"] = [{"epoch": f"{one:016x}", "published": 1} for one in self.core_epochs]
         return web.json_response({**about, "epoch": f"{self.epoch:016x}", "published": 3})
 
     async def _tokens(self, _: web.Request) -> web.Response:

@@ -125,6 +125,52 @@ def test_of_two_engines_in_a_folder_the_one_that_answers_is_read(tmp_path: Path)
         assert scored(w) == (4, 0)
 
 
+def test_the_rings_of_all_cores_of_an_engine_are_read(tmp_path: Path) -> None:
+    """Each answer's rows are in one of them; health and metrics name the core."""
+    shape = RingShape(64, 4096)
+    with (
+        running_engine(tmp_path, shape=shape, bank_of=bank_of) as first,
+        running_engine(tmp_path, shape=shape, bank_of=bank_of),  # somebody else's
+        world(tmp_path, script=answering(HELLO), has_ring=False) as w,
+        w.client() as client,
+    ):
+        with running_engine(tmp_path, shape=shape, bank_of=bank_of) as second:
+            w.upstream.epoch = first.epoch
+            w.upstream.core_epochs = (first.epoch, second.epoch)
+            until(lambda: w.proxy.feed.epochs == (first.epoch, second.epoch))
+            until(lambda: w.proxy.feed.is_attached)
+            for core in (first, second, second):
+                w.upstream.ring = Ring(core.writer)
+                assert scored(w) == (4, 0)
+            assert client.get("/health").json()["status"] == "ready"
+            cores = w.proxy.counts().ring.cores
+            assert [core.rows for core in cores] == [8, 16]
+        until(lambda: not w.proxy.feed.is_attached)
+        assert client.get("/health").json()["reason"] == (
+            "engine core 1's ring is not attached: scores are lost"
+        )
+        assert [core.attached for core in w.proxy.counts().ring.cores] == [True, False]
+
+
+def test_an_engine_with_fewer_cores_leaves_the_counts_of_the_others(tmp_path: Path) -> None:
+    shape = RingShape(64, 4096)
+    with (
+        running_engine(tmp_path, shape=shape, bank_of=bank_of) as first,
+        running_engine(tmp_path, shape=shape, bank_of=bank_of) as second,
+        world(tmp_path, script=answering(HELLO), has_ring=False) as w,
+    ):
+        w.upstream.epoch = first.epoch
+        w.upstream.core_epochs = (first.epoch, second.epoch)
+        w.upstream.ring = Ring(second.writer)
+        until(lambda: w.proxy.feed.is_attached)
+        assert scored(w) == (4, 0)
+        w.proxy.feed.set_targets({first.server.path: "oldest"})
+        until(lambda: not w.proxy.feed._rings[1].is_attached)
+        assert w.proxy.feed.is_attached
+        counts = w.proxy.counts().ring
+        assert (counts.records_delivered, counts.cores) == (5, ())
+
+
 def test_without_routes_the_newest_engine_is_read(tmp_path: Path) -> None:
     with world(tmp_path, script=answering(HELLO), has_routes=False) as w, w.client() as client:
         assert scored(w) == (4, 0)

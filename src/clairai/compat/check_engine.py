@@ -69,6 +69,10 @@ def count_cores(config: Any) -> int:
     return int(_read_path(parallel, "data_parallel_size") or 1)
 
 
+def _has_stages(config: Any) -> bool:
+    return (_read_path(config, "parallel_config.pipeline_parallel_size") or 1) > 1
+
+
 def _count_local_cores(config: Any) -> int:
     return int(_read_path(config, "parallel_config.data_parallel_size_local") or 1)
 
@@ -76,8 +80,10 @@ def _count_local_cores(config: Any) -> int:
 # Each of these would give wrong or missing rows, or has not been proven to give right ones.
 REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
     (
-        "pipeline parallelism (each stage would hold only a part of every row)",
-        _over_one("parallel_config.pipeline_parallel_size"),
+        "pipeline parallelism on a GPU (run with vLLM's CPU build alone, so not proven there)",
+        lambda config: (
+            _has_stages(config) and _read_path(config, "device_config.device_type") != "cpu"
+        ),
     ),
     (
         "data parallelism over several machines, or of several LLMs (a ring is read on its own "
@@ -163,6 +169,29 @@ def check_core_settings(vllm_config: Any, *, is_capturing: bool, accepts_weights
             "new weights do not go with data parallelism: a trainer's tensors reach one engine "
             "core, and the others would serve the old ones; run one server for each, or leave out "
             "--weight-transfer-config"
+        )
+
+
+def check_stage_settings(
+    vllm_config: Any, *, is_steering: bool, is_capturing: bool, accepts_weights: bool
+) -> None:
+    """Refuse what the stages of a pipeline do not do together yet."""
+    if not _has_stages(vllm_config):
+        return
+    refused = {
+        "steering (each stage has its own tables, and a gate's state would have to travel)": (
+            is_steering
+        ),
+        "captures (each stage holds other points, and a folder has one writer)": is_capturing,
+        "new weights (each stage holds other tensors than a trainer's manifest names)": (
+            accepts_weights
+        ),
+    }
+    reasons = [reason for reason, is_asked in refused.items() if is_asked]
+    if reasons:
+        raise UnsupportedError(
+            f"pipeline parallelism does not go with {'; '.join(reasons)}; leave it out, or serve "
+            f"with pipeline_parallel_size 1"
         )
 
 

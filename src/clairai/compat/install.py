@@ -157,6 +157,7 @@ def _wrap_preprocess_add_request(original: Any) -> Any:
 def _wrap_collective_rpc(original: Any) -> Any:
     from clairai.compat.engine_core import get_core_control
     from clairai.compat.loop_heartbeat import expect_long_call
+    from clairai.compat.pipeline_stages import put_publisher_first
 
     @functools.wraps(original)
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +168,7 @@ def _wrap_collective_rpc(original: Any) -> Any:
 
         def ask_workers(message: bytes) -> Any:
             call.arguments["args"] = (message,)
-            return original(*call.args, **call.kwargs)
+            return put_publisher_first(self.vllm_config, original(*call.args, **call.kwargs))
 
         (message,) = call.arguments["args"]
         with expect_long_call(self, method, call.arguments["args"]):

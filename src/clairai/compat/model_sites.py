@@ -70,6 +70,11 @@ class _Decoder:
     list_name: str
     blocks: nn.ModuleList
 
+    @property
+    def local(self) -> list[tuple[int, nn.Module]]:
+        """The blocks of this stage of a pipeline, with their layers; all of them without stages."""
+        return [(layer, block) for layer, block in enumerate(self.blocks) if _is_local(block)]
+
 
 @dataclass(frozen=True)
 class _Block:
@@ -81,31 +86,43 @@ class _Block:
     reason: str  # why it has no doors
 
 
-def find_sites(model: nn.Module, *, num_layers: int, width: int, dtype: object = None) -> Sites:
-    """`dtype` is that in which the model runs."""
-    decoder = _find_decoder(model, num_layers)
+def find_sites(
+    model: nn.Module,
+    *,
+    num_layers: int,
+    width: int,
+    dtype: object = None,
+    is_stage: bool = False,
+) -> Sites:
+    """`dtype` is that in which the model runs.
+
+    `is_stage`: the model holds the blocks of one stage of a pipeline. Points of other stages are
+    then neither served nor refused.
+    """
+    decoder = _find_decoder(model, num_layers, is_stage=is_stage)
     places = _Places(num_layers)
     reason = _find_reason_against_all(decoder, str(dtype))
     if reason:
         return Sites(
             {}, {}, frozenset(), {}, dict.fromkeys(places.points, reason), num_layers, width
         )
-    blocks = [_read_block(decoder, block) for block in decoder.blocks]
+    blocks = {layer: _read_block(decoder, block) for layer, block in decoder.local}
     # The stream after a block is that before the next one, unless their owner changes it.
     is_handed_on = not changes_stream(type(decoder.owner), decoder.list_name)
-    for layer, block in enumerate(blocks):
+    for layer, block in blocks.items():
         same = [Point("post_block", layer - 1)] if layer and is_handed_on else []
         places.add_pre_attn(block, layer, same)
         places.add_post_attn(block, layer)
         if not is_handed_on:
             places.add_exit(block, Point("post_block", layer))
-    if is_handed_on:
+    end = blocks.get(num_layers - 1)
+    if is_handed_on and end is not None:
         last = Point("post_block", num_layers - 1)
-        norm = _find_final_norm(decoder, blocks[-1].norms)
+        norm = _find_final_norm(decoder, end.norms)
         if norm is None:
-            places.add_exit(blocks[-1], last)
+            places.add_exit(end, last)
         else:
-            places.add_norm(norm, [last], is_adding=blocks[-1].norms.is_fused)
+            places.add_norm(norm, [last], is_adding=end.norms.is_fused)
     return places.make_sites(width)
 
 
@@ -189,7 +206,7 @@ def _read_block(decoder: _Decoder, block: nn.Module) -> _Block:
     return _Block(block, read_block_norms(block, stream), doors, "")
 
 
-def _find_decoder(model: nn.Module, num_layers: int) -> _Decoder:
+def _find_decoder(model: nn.Module, num_layers: int, *, is_stage: bool) -> _Decoder:
     # get_language_model: model_executor/models/interfaces.py, SupportsMultiModal, 0.26 and 0.32
     text = getattr(model, "get_language_model", lambda: model)()
     stacks = [
@@ -197,7 +214,7 @@ def _find_decoder(model: nn.Module, num_layers: int) -> _Decoder:
         for owner in text.modules()
         for name, child in owner.named_children()
         if isinstance(child, nn.ModuleList) and len(child) == num_layers
-        if _are_all_local(child)
+        if (any if is_stage else all)(map(_is_local, child))
     ]
     # Several lists may hold the same blocks (models/gemma4.py, 0.32): the outermost one runs them.
     if len({tuple(map(id, stack.blocks)) for stack in stacks}) == 1:
@@ -208,9 +225,9 @@ def _find_decoder(model: nn.Module, num_layers: int) -> _Decoder:
     )
 
 
-def _are_all_local(blocks: nn.ModuleList) -> bool:
-    """True if no entry is a PPMissingLayer, which stands for a block of another stage."""
-    return all(next(block.children(), None) is not None for block in blocks)
+def _is_local(block: nn.Module) -> bool:
+    """False for a PPMissingLayer, which stands for a block of another stage."""
+    return next(block.children(), None) is not None
 
 
 def _find_final_norm(decoder: _Decoder, block: BlockNorms) -> nn.Module | None:
@@ -237,7 +254,7 @@ def _find_reason_against_all(decoder: _Decoder, dtype: str) -> str:
     owner = type(decoder.owner)
     if repeats_blocks(owner, decoder.list_name):
         return f"{owner.__name__} {BLOCKS_REPEATED}"
-    for kind in {type(block) for block in decoder.blocks}:
+    for kind in {type(block) for _, block in decoder.local}:
         if dtype == "torch.float16" and scales_stream_in_half(kind):
             return f"{kind.__name__} {SCALED_IN_HALF}"
     return ""

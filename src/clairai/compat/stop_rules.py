@@ -24,6 +24,7 @@ import numpy as np
 from clairai.compat.change_steering import change_request_steering
 from clairai.compat.engine_core import get_core_control
 from clairai.compat.failed_requests import watch_for_failures
+from clairai.compat.pipeline_stages import put_publisher_first
 from clairai.engine.rule_watcher import RuleWatcher
 from clairai.engine.step import RequestMark
 from clairai.errors import ClairaiError
@@ -208,5 +209,6 @@ def _get_enforcer(core: Any) -> RuleEnforcer:
 def _attach_reader(core: Any) -> RingReader:
     message = msgspec.msgpack.encode(control_messages.Describe())
     replies = core.model_executor.collective_rpc(control_messages.CONTROL_METHOD, None, (message,))
-    described = msgspec.msgpack.decode(replies[0], type=control_messages.Description)
+    first, *_ = put_publisher_first(core.vllm_config, replies)
+    described = msgspec.msgpack.decode(first, type=control_messages.Description)
     return RingReader.attach(Path(described.socket), start="newest")

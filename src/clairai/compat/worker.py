@@ -12,8 +12,11 @@ Worker.reset_weights           v1/worker/gpu_worker.py   -           0.32:380
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence, Set
+import logging
+import os
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, Final
 
 import msgspec
@@ -31,14 +34,22 @@ from clairai.compat.engine_core import (
 from clairai.compat.find_config import CONFIG_KEY
 from clairai.compat.install import accepts_weights
 from clairai.compat.model_sites import Sites
+from clairai.compat.pipeline_stages import (
+    Stage,
+    StageScores,
+    carry_scores,
+    find_stage,
+    join_sites,
+)
 from clairai.compat.steering_setup import make_steering
 from clairai.compat.tap_proof import TapProof
 from clairai.engine.publish.repeat_path import RepeatPath
 from clairai.engine.publish.step_publisher import StepPublisher, WorkerInfo
 from clairai.engine.score.fused_norm import FusedNormSite
+from clairai.engine.score.held_bank import HeldBank
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.step import StepListener
-from clairai.engine.worker_control import WeightsReceiver, answer_control
+from clairai.engine.worker_control import WeightsReceiver, answer_control, follow_control
 from clairai.errors import PointError
 from clairai.local.private_socket import runtime_dir
 from clairai.points import Point
@@ -65,6 +76,12 @@ def prepare(worker: Any) -> None:
     if accepts_weights(config):
         check_engine.check_weights_mode(config)
     resolved = resolve_engine_settings(config)
+    check_engine.check_stage_settings(
+        config,
+        is_steering=resolved.settings.is_steering,
+        is_capturing=resolved.settings.capture_settings is not None,
+        accepts_weights=accepts_weights(config),
+    )
     # Refuse now what the engine core would refuse later.
     make_registry(config, resolved)
     make_capture_resolver(config, resolved)
@@ -78,14 +95,37 @@ def prepare(worker: Any) -> None:
 def handle_control(worker: Any, message: bytes) -> bytes:
     """Answer `collective_rpc("clairai_control", (message,))`: see wire.control_messages.Control.
 
-    vLLM waits for a reply of every rank; only the first has taps to speak of.
+    vLLM waits for a reply of every rank; only the one with the ring has more than a bank.
     """
     publisher = getattr(worker, "clairai_step_publisher", None)
-    if publisher is not None:
-        capture = getattr(worker, "clairai_capture", None)
-        return answer_control(publisher, message, capture, _find_weights_control(worker))
+    held = getattr(worker, "clairai_held_bank", None)
+    with _end_with_a_rank(getattr(worker, "clairai_stage", None)):
+        if publisher is not None:
+            capture = getattr(worker, "clairai_capture", None)
+            return answer_control(publisher, message, capture, _find_weights_control(worker))
+        if held is not None:
+            return follow_control(held, message)
     reason = "this worker has no taps: the engine was started without the clairai key, or disabled"
     return msgspec.msgpack.encode(ring_messages.Refusal("unsupported", reason))
+
+
+@contextlib.contextmanager
+def _end_with_a_rank(stage: Stage | None) -> Iterator[None]:
+    """End a rank of a pipeline that cannot do what the others do: rows would be of two banks.
+
+    vLLM ends the engine with it.
+    """
+    try:
+        yield
+    except BaseException:
+        if stage is None or stage.is_alone:
+            raise
+        logging.getLogger("vllm.clairai").critical(
+            "a change of the bank failed in one rank of a pipeline: the engine ends, because its "
+            "stages would score with different banks",
+            exc_info=True,
+        )
+        os._exit(1)
 
 
 def _find_weights_control(worker: Any) -> WeightsReceiver | None:
@@ -118,8 +158,9 @@ def _set_compile_key(config: Any, resolved: ResolvedSettings) -> None:
 def _install_taps(worker: Any, resolved: ResolvedSettings) -> None:
     """Called when the model is loaded and nothing has been traced."""
     settings, model_runner = resolved.settings, worker.model_runner
-    sites = _find_sites(worker, resolved)
-    tables = _tap_sites(worker, resolved, sites)
+    stage = worker.clairai_stage = find_stage(worker)
+    sites, names_of_stages = _find_sites(worker, resolved, stage)
+    tables = _tap_sites(worker, resolved, sites, stage)
     listeners: list[StepListener] = []
     if settings.is_steering:
         steer_tables, steering = make_steering(worker, settings, sites, tables.sites)
@@ -127,7 +168,7 @@ def _install_taps(worker: Any, resolved: ResolvedSettings) -> None:
         _count_memory(model_runner, steer_tables.nbytes)
         listeners.append(steering)
     publisher: StepPublisher | None = None
-    if worker.rank == 0:  # every rank holds the whole residual stream: the first speaks for all
+    if stage.is_publisher:  # every rank of a stage holds the whole stream: one speaks for all
         publisher = worker.clairai_step_publisher = _make_publisher(worker, resolved, sites)
         watch_weights(worker, publisher)
         listeners.append(publisher)
@@ -135,12 +176,16 @@ def _install_taps(worker: Any, resolved: ResolvedSettings) -> None:
             # After the publisher, because rules wait for the scores.
             worker.clairai_capture = make_capture(worker, settings.capture_settings, sites)
             listeners.append(worker.clairai_capture)
+    elif not stage.is_alone:
+        worker.clairai_held_bank = HeldBank(tables, _make_bank(worker, resolved, sites))
     if listeners:
         repeat_path = RepeatPath() if publisher is None else publisher.repeat_path
         worker.clairai_inputs = step_hooks.connect_listeners(model_runner, listeners, repeat_path)
     if publisher is not None and publisher.forwards is not None:
         inputs, forwards = worker.clairai_inputs, publisher.forwards
         step_hooks.publish_in_graphs(model_runner, inputs, tables, forwards, sites.last)
+    if not stage.is_alone:
+        carry_scores(model_runner, StageScores(tables, stage, names_of_stages))
     if settings.is_steering:  # before the first graph is captured, which keeps the address
         worker.clairai_steer_tables.use_token_ids(worker.clairai_inputs().token_ids_T)
     worker.clairai_tap_proof = TapProof(
@@ -151,14 +196,21 @@ def _install_taps(worker: Any, resolved: ResolvedSettings) -> None:
     worker.clairai_tap_proof.watch(model_runner.get_model())
 
 
-def _find_sites(worker: Any, resolved: ResolvedSettings) -> Sites:
+def _find_sites(
+    worker: Any, resolved: ResolvedSettings, stage: Stage
+) -> tuple[Sites, list[frozenset[str]]]:
+    """The sites of all stages, and the names of those of each."""
     model = worker.vllm_config.model_config
     sites = model_sites.find_sites(
         worker.model_runner.get_model(),
         num_layers=model.hf_text_config.num_hidden_layers,
         width=model.get_hidden_size(),
         dtype=model.dtype,
+        is_stage=not stage.is_alone,
     )
+    names = [frozenset(sites.modules)]
+    if not stage.is_alone:
+        sites, names = join_sites(sites)
     refused = [(point, sites.refused[point]) for point in resolved.points if point in sites.refused]
     refused += _find_bypassed(worker, resolved.points, sites)
     if refused:
@@ -167,7 +219,7 @@ def _find_sites(worker: Any, resolved: ResolvedSettings) -> Sites:
             f"{point} cannot be tapped ({len(refused)} of {len(resolved.points)} points): "
             f"{reason}; leave it out, or see `clairai doctor MODEL` for the points that can"
         )
-    return sites
+    return sites, names
 
 
 def _find_bypassed(worker: Any, points: Sequence[Point], sites: Sites) -> list[tuple[Point, str]]:
@@ -181,7 +233,9 @@ def _find_bypassed(worker: Any, points: Sequence[Point], sites: Sites) -> list[t
         return []
     passed = find_passed_norms(worker.model_runner.get_model())
     norms = {
-        point: sites.modules[sites.site_of[point]] for point in points if point in sites.site_of
+        point: sites.modules[site]
+        for point in points
+        if (site := sites.site_of.get(point, "")) in sites.modules  # else: of another stage
     }
     return [
         (point, f"{passed[norm]}, which may pass it by with several ranks: serve with one rank")
@@ -190,14 +244,15 @@ def _find_bypassed(worker: Any, points: Sequence[Point], sites: Sites) -> list[t
     ]
 
 
-def _tap_sites(worker: Any, resolved: ResolvedSettings, sites: Sites) -> ScoreTables:
-    """Put a tap at every site that the points name."""
+def _tap_sites(worker: Any, resolved: ResolvedSettings, sites: Sites, stage: Stage) -> ScoreTables:
+    """Put a tap at every site of this stage that the points name."""
     settings, config = resolved.settings, worker.vllm_config
-    names = list(dict.fromkeys(sites.site_of[point] for point in resolved.points))
+    all_names = list(dict.fromkeys(sites.site_of[point] for point in resolved.points))
+    names = [name for name in all_names if name in sites.modules]
     fused = model_ops.find_fusible(config, sites, names) if settings.fused else []
-    is_capturing = settings.capture_settings is not None and worker.rank == 0
+    is_capturing = settings.capture_settings is not None and stage.is_publisher
     tables = worker.clairai_tables = ScoreTables(
-        names,
+        all_names,
         width=sites.width,
         capacity=settings.capacity,
         max_tokens=worker.model_runner.max_num_tokens,
@@ -206,6 +261,7 @@ def _tap_sites(worker: Any, resolved: ResolvedSettings, sites: Sites) -> ScoreTa
         stash_rows=_count_stash_rows(worker, is_capturing) if fused or is_capturing else 0,
         is_capturing=is_capturing,
     )
+    tables.receive_scores(name for name in all_names if name not in sites.modules)
     _attach_fused_norms(config, sites, tables, fused)
     _attach_taps(config, sites, tables, set(names) - set(fused), settings)
     _count_memory(worker.model_runner, tables.nbytes)
@@ -257,17 +313,19 @@ def _attach_taps(
         model_ops.attach_tap(sites.modules[name], sites.doors.get(name), name=key, token=token)
 
 
-def _make_publisher(worker: Any, resolved: ResolvedSettings, sites: Sites) -> StepPublisher:
-    config = worker.vllm_config
+def _make_bank(worker: Any, resolved: ResolvedSettings, sites: Sites) -> EngineBank:
     bank = EngineBank.empty(
         points=resolved.points,
         capacity=resolved.settings.capacity,
         width=sites.width,
-        model=get_model_name(config),
+        model=get_model_name(worker.vllm_config),
         aliases=sites.site_of,
     )
-    if resolved.probes:
-        bank = bank.add(resolved.probes)
+    return bank.add(resolved.probes) if resolved.probes else bank
+
+
+def _make_publisher(worker: Any, resolved: ResolvedSettings, sites: Sites) -> StepPublisher:
+    config, bank = worker.vllm_config, _make_bank(worker, resolved, sites)
     about = WorkerInfo(
         model=get_model_name(config),
         vllm=check_engine.vllm_version(),

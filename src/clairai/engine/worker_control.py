@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from clairai.engine.capture.capture_resolver import CAPTURE_OFF
 from clairai.engine.capture.worker_capture import WorkerCapture
 from clairai.engine.publish.step_publisher import StepPublisher
+from clairai.engine.score.held_bank import HeldBank
 from clairai.errors import (
     CaptureOffError,
     ClairaiError,
@@ -32,6 +33,17 @@ _WEIGHTS_OFF: Final = (
     "this engine takes no new weights; start it with "
     """--weight-transfer-config '{"backend": "clairai_ipc"}'"""
 )
+
+
+_BANK_CONTROL: Final = (
+    control_messages.ListProbes,
+    control_messages.AddProbes,
+    control_messages.ReplaceProbes,
+    control_messages.RemoveProbes,
+    control_messages.RedirectProbes,
+    control_messages.RedirectProbesShared,
+)
+BankHolder = StepPublisher | HeldBank
 
 
 class WeightsReceiver(Protocol):
@@ -68,6 +80,24 @@ def answer_control(
     return _ENCODER.encode(reply)
 
 
+def follow_control(held: HeldBank, message: bytes) -> bytes:
+    """The encoded reply of a rank without the ring, which follows changes of the bank."""
+    reply: control_messages.ControlReply
+    try:
+        control = _DECODER.decode(message)
+        if isinstance(control, _BANK_CONTROL):
+            reply = _answer_bank(held, control)
+        else:
+            reply = ring_messages.Refusal("unsupported", "the rank with the ring answers this")
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        reply = ring_messages.Refusal(
+            "request", f"control message not understood: {printable(error)}"
+        )
+    except ClairaiError as error:
+        reply = ring_messages.Refusal(error.code, error.reason)
+    return _ENCODER.encode(reply)
+
+
 def _answer_capture(
     capture: WorkerCapture | None, control: capture_messages.CaptureControl
 ) -> capture_messages.CaptureReply:
@@ -88,33 +118,41 @@ def _answer_probes(
     step_publisher: StepPublisher, control: control_messages.Control
 ) -> control_messages.ControlReply:
     match control:
-        case control_messages.ListProbes():
-            return _bank_state(step_publisher.bank)
         case control_messages.Describe():
             return _describe(step_publisher)
         case control_messages.FindStreams(request_ids):
             return step_publisher.find_streams(request_ids)
-        case control_messages.RedirectProbes(names, rows):
-            return _redirect(step_publisher, names, rows)
-        case control_messages.RedirectProbesShared(names, shared):
-            return _redirect(step_publisher, names, step_publisher.copier.copy_shared(shared))
-        case (
-            control_messages.AddProbes()
-            | control_messages.ReplaceProbes()
-            | control_messages.RemoveProbes()
-        ):
-            return _bank_state(step_publisher.install(_apply_change(step_publisher.bank, control)))
+        case _ if isinstance(control, _BANK_CONTROL):
+            return _answer_bank(step_publisher, control)
         case _:
             return ring_messages.Refusal(
                 "unsupported", "the engine core answers this, not a worker"
             )
 
 
+def _answer_bank(
+    holder: BankHolder, control: control_messages.Control
+) -> control_messages.BankState | control_messages.BankVersion:
+    match control:
+        case control_messages.RedirectProbes(names, rows):
+            return _redirect(holder, names, rows)
+        case control_messages.RedirectProbesShared(names, shared):
+            return _redirect(holder, names, holder.copier.copy_shared(shared))
+        case (
+            control_messages.AddProbes()
+            | control_messages.ReplaceProbes()
+            | control_messages.RemoveProbes()
+        ):
+            return _bank_state(holder.install(_apply_change(holder.bank, control)))
+        case _:
+            return _bank_state(holder.bank)
+
+
 def _redirect(
-    step_publisher: StepPublisher, names: tuple[str, ...], data: memoryview
+    holder: BankHolder, names: tuple[str, ...], data: memoryview
 ) -> control_messages.BankVersion:
-    redirected = step_publisher.bank.redirect(names, _read_rows(names, data))
-    return control_messages.BankVersion(step_publisher.install(redirected).version)
+    redirected = holder.bank.redirect(names, _read_rows(names, data))
+    return control_messages.BankVersion(holder.install(redirected).version)
 
 
 def _read_rows(names: tuple[str, ...], data: memoryview) -> NDArray[np.float32]:

@@ -52,7 +52,7 @@ def config(path: str = "", value: object = None) -> Any:
 
 
 MODES = [
-    ("parallel_config.pipeline_parallel_size", 2, "pipeline parallelism"),
+    ("parallel_config.pipeline_parallel_size", 2, "pipeline parallelism on a GPU"),
     (
         "parallel_config.data_parallel_size",
         2,

@@ -6,6 +6,7 @@ The norms are read from the source of a block's forward; toy models compare the 
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import subprocess
@@ -530,9 +531,9 @@ def test_a_block_that_scales_the_stream_in_float16_is_refused_in_float16_alone()
     assert scales_stream_in_half(toy.HalfBlock)
     assert not scales_stream_in_half(toy.FusedBlock)
     model = Decoder(toy.HalfBlock)
-    given = {"num_layers": NUM_LAYERS, "width": toy.WIDTH}
-    assert find_sites(model, dtype=torch.bfloat16, **given).refused == {}
-    refused = find_sites(model, dtype=torch.float16, **given).refused
+    find = functools.partial(find_sites, model, num_layers=NUM_LAYERS, width=toy.WIDTH)
+    assert find(dtype=torch.bfloat16).refused == {}
+    refused = find(dtype=torch.float16).refused
     assert sorted(refused) == every_point()
     assert {*refused.values()} == {f"HalfBlock {SCALED_IN_HALF}"}
 

@@ -13,7 +13,7 @@ reference.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -135,6 +135,11 @@ class ScoreTables:
 
     def side_stream_site(self, name: str) -> SideStreamSite:
         return SideStreamSite(self, self.sites.index(name))
+
+    def receive_scores(self, names: Iterable[str]) -> None:
+        """Other stages of a pipeline tap these sites, and see to it that the taps run."""
+        for name in names:
+            self.ran_S[self.sites.index(name)] = 1
 
     def score_from_stash(self, name: str) -> None:
         """From now on this site's rows are scored from the stash."""

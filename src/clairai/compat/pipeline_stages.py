@@ -1,0 +1,158 @@
+"""What stages of a pipeline tell each other: sites at start-up, and scores with every step.
+
+GroupCoordinator.cpu_group     distributed/parallel_state.py        0.32
+Worker.execute_model           v1/worker/gpu_worker.py              0.32:1302
+PPMissingLayer                 model_executor/models/utils.py       0.32:852
+
+A stage hands its scores to the next one among the very tensors that the next one goes on with, and
+the last stage publishes them all: so a row has the scores of one forward of one token, whichever
+stages they come from, and every reader sees one ring. A change of the bank reaches all ranks
+between the same two steps, because a worker takes steps and control messages from one queue. Runs
+in: the worker.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+
+from clairai.compat.model_sites import Sites
+from clairai.engine.score.score_tables import ScoreTables
+from clairai.errors import TapMissingError
+from clairai.points import Point
+
+SCORES_KEY: Final = "clairai_scores"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a pipeline; an engine without pipeline parallelism has one."""
+
+    index: int
+    count: int
+    is_publisher: bool  # of all ranks, the one that has the ring
+
+    @property
+    def is_alone(self) -> bool:
+        return self.count == 1
+
+
+def find_publisher_rank(vllm_config: Any) -> int:
+    """The first rank of the last stage: every rank of a stage holds the whole residual stream.
+
+    Ranks are counted stage by stage: distributed/parallel_state.py initialize_model_parallel, 0.26
+    and 0.32.
+    """
+    parallel = vllm_config.parallel_config
+    return int((parallel.pipeline_parallel_size - 1) * parallel.tensor_parallel_size)
+
+
+def find_stage(worker: Any) -> Stage:
+    parallel = worker.vllm_config.parallel_config
+    return Stage(
+        worker.rank // parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        worker.rank == find_publisher_rank(worker.vllm_config),
+    )
+
+
+def put_publisher_first(vllm_config: Any, replies: Sequence[bytes]) -> list[bytes]:
+    """The replies of all ranks, that of the rank with the ring first."""
+    rank = find_publisher_rank(vllm_config)
+    return [*replies[rank : rank + 1], *replies[:rank], *replies[rank + 1 :]]
+
+
+@dataclass(frozen=True)
+class _FoundSites:
+    """What one stage has found in its blocks."""
+
+    site_of: Mapping[Point, str]
+    refused: Mapping[Point, str]
+
+
+def join_sites(local: Sites) -> tuple[Sites, list[frozenset[str]]]:
+    """The sites of all stages, of which modules are known for our own; and each stage's names.
+
+    Every rank calls it once, when its model is loaded.
+    """
+    from vllm.distributed.parallel_state import get_pp_group
+
+    group = get_pp_group()
+    found: list[Any] = [None] * group.world_size
+    own = _FoundSites(dict(local.site_of), dict(local.refused))
+    torch.distributed.all_gather_object(found, own, group=group.cpu_group)
+    return merge_sites(local, found)
+
+
+def merge_sites(local: Sites, found: Sequence[_FoundSites]) -> tuple[Sites, list[frozenset[str]]]:
+    site_of = {point: site for one in found for point, site in one.site_of.items()}
+    refused = {
+        point: reason
+        for one in found
+        for point, reason in one.refused.items()
+        if point not in site_of
+    }
+    names = [frozenset(one.site_of.values()) for one in found]
+    return replace(local, site_of=site_of, refused=refused), names
+
+
+class StageScores:
+    """Takes the scores of earlier stages into our tables, and hands them and our own on."""
+
+    def __init__(self, tables: ScoreTables, stage: Stage, names: Sequence[frozenset[str]]) -> None:
+        """`names` are the sites of each stage."""
+        self._tables = tables
+        self._earlier_S = self._find_sites(names[: stage.index])
+        self._handed_S = self._find_sites(names[: stage.index + 1])
+
+    def _find_sites(self, names: Sequence[frozenset[str]]) -> torch.Tensor:
+        """All ranks number sites alike."""
+        numbers = [
+            number
+            for number, site in enumerate(self._tables.sites)
+            if any(site in of_stage for of_stage in names)
+        ]
+        return torch.tensor(numbers, dtype=torch.int64, device=self._tables.device)
+
+    def take(self, tensors: MutableMapping[str, torch.Tensor]) -> None:
+        """Remove our tensor from those of the step, which the model is given next."""
+        if not len(self._earlier_S):
+            return
+        scores_STK = tensors.pop(SCORES_KEY, None)
+        if scores_STK is None:
+            raise TapMissingError(
+                "a step came from an earlier pipeline stage without its scores; the engine ends, "
+                "because they would be those of another step. Please report it"
+            )
+        self._tables.scores_STK[:, : scores_STK.shape[1]].index_copy_(
+            0, self._earlier_S, scores_STK
+        )
+
+    def hand_on(self, tensors: MutableMapping[str, torch.Tensor], num_tokens: int) -> None:
+        if len(self._handed_S):
+            scores_STK = self._tables.scores_STK[:, :num_tokens]
+            tensors[SCORES_KEY] = scores_STK.index_select(0, self._handed_S)
+
+
+def carry_scores(runner: Any, scores: StageScores) -> None:
+    """Wrap execute_model(scheduler_output, intermediate_tensors): v1 0.26:4111 0.32:3940."""
+    from vllm.sequence import IntermediateTensors  # 0.26 and 0.32
+
+    original = runner.execute_model
+
+    @functools.wraps(original)
+    def execute_model(scheduler_output: Any, intermediate: Any = None, **kwargs: Any) -> Any:
+        if intermediate is None:
+            intermediate = kwargs.pop("intermediate_tensors", None)
+        if intermediate is not None:
+            scores.take(intermediate.tensors)
+        result = original(scheduler_output, intermediate, **kwargs)
+        if isinstance(result, IntermediateTensors):  # of any but the last stage
+            scores.hand_on(result.tensors, scheduler_output.total_num_scheduled_tokens)
+        return result
+
+    runner.execute_model = execute_model

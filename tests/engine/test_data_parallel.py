@@ -1,0 +1,359 @@
+"""Two engine cores behind one API server (`--data-parallel-size 2`): one proxy reads both rings.
+
+The tests run in this order, on one server; the last one kills an engine core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import httpx
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from clairai.fields.request_fields import new_stream_id
+from clairai.local.private_socket import socket_path
+from clairai.points import Point
+from clairai.probe.files import dumps, save
+from clairai.probe.model import Probe
+from clairai.ring.attach import RingReader
+from clairai.ring.reader import Record
+from clairai.wire import ring_messages
+from tests.engine import attribution
+from tests.engine import server as parts
+from tests.engine.attribution import Sent, Verdict
+from tests.fidelity.oracle import hidden_states
+from tests.support.ring_engine import until
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+
+READY_S: Final = 600.0
+NUM_REQUESTS: Final = 120
+NUM_AT_ONCE: Final = 40
+MAX_PROMPT: Final = 60
+MAX_NEW: Final = 24
+DEEP: Final = Point.parse("post_block.3")
+# Small, so that prompts are cut up and requests are preempted.
+OPTIONS: Final = (
+    *("--data-parallel-size", "2", "--dtype", "float32", "--enforce-eager"),
+    *("--max-model-len", "128", "--max-num-seqs", "16", "--max-num-batched-tokens", "64"),
+    *("--block-size", "32", "--num-gpu-blocks-override", "14", "--enable-prefix-caching"),
+)
+CPU: Final = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+class Served(NamedTuple):
+    process: subprocess.Popen[bytes]
+    url: str  # the proxy's
+    runtime: Path
+    output: Path
+    model: Path
+    vocabulary_VD: NDArray[np.float32]
+
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=parts.DEADLINE_S, trust_env=False)
+
+    def engine(self) -> httpx.AsyncClient:
+        """vLLM itself, past the proxy: only there may a caller choose a stream."""
+        (path,) = self.runtime.glob("*/api.sock")
+        return httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=str(path)),
+            base_url="http://engine",
+            timeout=600.0,
+        )
+
+    def rings(self) -> list[RingReader]:
+        with self.client() as client:
+            cores = client.get("/v1/clairai").json()["cores"]
+        paths = [socket_path(self.runtime, int(core["epoch"], 16)) for core in cores]
+        return [RingReader.attach(path, start="newest") for path in paths]
+
+
+def _embeddings(model: Path) -> NDArray[np.float32]:
+    with safe_open(model / "model.safetensors", "pt") as file:
+        return np.asarray(file.get_tensor("model.embed_tokens.weight").float().numpy())
+
+
+def _deep_probe(name: str, seed: int) -> Probe:
+    direction_D = np.random.default_rng(seed).standard_normal(parts.WIDTH).astype(np.float32)
+    return Probe(name, DEEP, direction_D)
+
+
+@pytest.fixture(scope="module")
+def served(cut_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    scratch = tmp_path_factory.mktemp("cores")
+    runtime = Path(tempfile.mkdtemp(prefix="clairai-"))  # short enough for a socket
+    vocabulary_VD = _embeddings(cut_model)
+    probes = scratch / "probes"
+    probes.mkdir()
+    for probe in attribution.probes(attribution.projections(vocabulary_VD)):
+        save(probes / f"{probe.name.replace(':', '-')}.safetensors", probe)
+    save(probes / "deep.safetensors", _deep_probe("deep", 1))
+    port, output = parts.free_port(), scratch / "output"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "clairai.cli", "serve", str(cut_model)),
+                *("--port", str(port), "--probes", str(probes), "--vllm-log", "-", "--"),
+                *OPTIONS,
+            ],
+            env=os.environ | parts.CPU | CPU | {"CLAIRAI_RUNTIME_DIR": str(runtime)},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    url = f"http://127.0.0.1:{port}"
+    found = Served(process, url, runtime, output, cut_model, vocabulary_VD)
+    try:
+
+        def is_served() -> bool:
+            assert process.poll() is None, found.said()[-4000:]
+            return f"is served on {url}" in found.said()
+
+        until(is_served, READY_S)
+        yield found
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
+            process.wait()
+            shutil.rmtree(runtime)
+
+
+class Collector:
+    """Reads the rings of both cores while requests run."""
+
+    def __init__(self, readers: list[RingReader]) -> None:
+        self.readers = readers
+        self.records: list[list[Record]] = [[] for _ in readers]
+        self._is_done = threading.Event()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while not self._is_done.wait(0.005):
+            self._poll()
+
+    def _poll(self) -> bool:
+        found = [reader.poll() for reader in self.readers]
+        for records, more in zip(self.records, found, strict=True):
+            records += more
+        return any(found)
+
+    def finish(self) -> int:
+        """Read what is left; how many records were lost."""
+        self._is_done.set()
+        self._thread.join()
+        while self._poll():
+            pass
+        return sum(reader.statistics().lost for reader in self.readers)
+
+    def close(self) -> None:
+        for reader in self.readers:
+            reader.close()
+
+
+def _body(sent: Sent, max_tokens: int) -> dict[str, Any]:
+    fields = {"stream": sent.stream, "prompt_scores": sent.wants_prompt_scores}
+    return {
+        "model": parts.MODEL,
+        "prompt": sent.prompt,
+        "max_tokens": max_tokens,
+        "temperature": 1.0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "vllm_xargs": {"clairai": json.dumps(fields)},
+    }
+
+
+async def _ask(engine: httpx.AsyncClient, sent: Sent, max_tokens: int, core: int | None) -> None:
+    headers = {} if core is None else {"X-data-parallel-rank": str(core)}
+    answer = await engine.post("/v1/completions", json=_body(sent, max_tokens), headers=headers)
+    assert answer.status_code == 200, answer.text
+    sent.output = answer.json()["choices"][0]["token_ids"]
+
+
+async def _load(served: Served, rng: np.random.Generator) -> dict[int, Sent]:
+    plan = attribution.Plan(NUM_REQUESTS, NUM_AT_ONCE, MAX_PROMPT, MAX_NEW, seed=3)
+    shared = rng.integers(5, 30000, MAX_PROMPT).tolist()
+    first = new_stream_id() // 2
+    sent = [attribution._next(rng, plan, shared, first + i) for i in range(NUM_REQUESTS)]
+    lengths = rng.integers(1, MAX_NEW + 1, NUM_REQUESTS).tolist()
+    aborted = set(rng.choice(NUM_REQUESTS, NUM_REQUESTS // 8, replace=False).tolist())
+    places = asyncio.Semaphore(NUM_AT_ONCE)
+
+    async def ask(number: int) -> None:
+        one = sent[number]
+        async with places:
+            asking = asyncio.ensure_future(_ask(engine, one, lengths[number], None))
+            if number in aborted:
+                one.is_aborted = True
+                await asyncio.wait({asking}, timeout=float(rng.random()))
+                asking.cancel()
+            await asyncio.gather(asking, return_exceptions=number in aborted)
+
+    async with served.engine() as engine:
+        await asyncio.gather(*map(ask, range(NUM_REQUESTS)))
+        # Each core takes a step that reports the ones before finished.
+        for core in (0, 1):
+            await _ask(engine, Sent(first + NUM_REQUESTS + core, [1, 2], False), 2, core)
+    return {one.stream: one for one in sent}
+
+
+def test_every_row_of_both_cores_belongs_to_its_request(served: Served) -> None:
+    collector = Collector(served.rings())
+    try:
+        sent = asyncio.run(_load(served, np.random.default_rng(3)))
+        with served.client() as client:
+            client.get("/v1/clairai")  # returns when all is published
+        lost = collector.finish()
+        bank = collector.readers[0].bank(collector.records[0][-1].bank_version)
+    finally:
+        collector.close()
+    names = [one.name for one in bank.probes]
+    verdict = _judge(collector, sent, served.vocabulary_VD, names, lost)
+    assert verdict.wrong == []
+    assert (verdict.unaccounted, verdict.lost) == (0, 0)
+    assert min(verdict.cached_tokens, verdict.recomputed_rows, verdict.aborted) > 0
+    for records in collector.records:  # both cores worked
+        streams = {int(stream) for one in records for stream in one.rows["stream"]} & set(sent)
+        assert len(streams) > NUM_REQUESTS // 8
+
+
+def _judge(
+    collector: Collector,
+    sent: dict[int, Sent],
+    vocabulary_VD: NDArray[np.float32],
+    names: list[str],
+    lost: int,
+) -> Verdict:
+    """All rows of both rings at once: a request's rows are in one of them."""
+    records = [one for of_core in collector.records for one in of_core]
+    rows = np.concatenate([one.rows for one in records])
+    scores_RP = np.concatenate([one.scores_RC for one in records])
+    columns = [names.index(f"embedding:{i}") for i in range(attribution.NUM_PROBES)]
+    ours = np.isin(rows["stream"], np.array(list(sent), np.uint64))
+    expected_VP = vocabulary_VD @ attribution.projections(vocabulary_VD)
+    return attribution.judge(rows[ours], scores_RP[ours][:, columns], sent, expected_VP, lost)
+
+
+def test_the_proxy_gives_every_answer_its_scores_whichever_core_wrote_it(served: Served) -> None:
+    directions_DP = attribution.projections(served.vocabulary_VD)
+    expected_VP = served.vocabulary_VD @ directions_DP
+
+    async def ask(client: httpx.AsyncClient, number: int) -> None:
+        body = {
+            "model": parts.MODEL,
+            "prompt": f"Number {number} is",
+            "max_tokens": 16,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "clairai": {"probes": [f"embedding:{i}" for i in range(attribution.NUM_PROBES)]},
+        }
+        answer = (await client.post("/v1/completions", json=body)).json()
+        (choice,) = answer["choices"]
+        found = choice["probe_scores"]
+        tokens = choice["token_ids"]
+        assert found.get("lost", 0) == 0
+        scores = np.array(found["scores"][:-1], np.float32)  # the last token is not forwarded
+        np.testing.assert_allclose(scores, expected_VP[tokens[:-1]], rtol=1e-4, atol=1e-4)
+
+    async def ask_all() -> None:
+        async with httpx.AsyncClient(base_url=served.url, timeout=600, trust_env=False) as client:
+            await asyncio.gather(*(ask(client, number) for number in range(12)))
+
+    asyncio.run(ask_all())
+    with served.client() as client:
+        metrics = client.get("/metrics").text
+        assert client.get("/health").json()["status"] == "ready"
+    assert "clairai_rows_mismatched_total 0.0" in metrics
+    for core in (0, 1):
+        assert f'clairai_core_ring_attached{{engine="{core}"}} 1.0' in metrics
+        counted = re.search(rf'clairai_core_rows_total{{engine="{core}"}} ([\d.]+)', metrics)
+        assert counted is not None
+        assert float(counted[1]) > 0
+
+
+def test_a_change_reaches_both_cores_with_one_version_or_none(served: Served) -> None:
+    new = dumps(_deep_probe("new", 2))
+    too_wide = dumps(Probe("wide", DEEP, np.ones(7, np.float32)))
+    with served.client() as client:
+        before = client.get("/v1/probes").json()["version"]
+        assert client.put("/v1/probes/wide", content=too_wide).status_code == 400
+        changed = client.put("/v1/probes/new", content=new)
+        assert changed.status_code == 201, changed.text
+        version = changed.json()["version"]
+    assert version == before + 1
+    collector = Collector(served.rings())
+    rng = np.random.default_rng(9)
+    first = new_stream_id() // 2
+    sent = [Sent(first + core, rng.integers(5, 30000, 40).tolist(), True) for core in (0, 1)]
+
+    async def ask() -> None:
+        async with served.engine() as engine:
+            await asyncio.gather(*(_ask(engine, sent[core], 20, core) for core in (0, 1)))
+
+    try:
+        asyncio.run(ask())
+        with served.client() as client:
+            client.get("/v1/clairai")
+        collector.finish()
+        for core in (0, 1):
+            reader, records = collector.readers[core], collector.records[core]
+            assert {one.bank_version for one in records} == {version}
+            names = [one.name for one in reader.bank(version).probes]
+            _check_deep_scores(served, records, sent[core], names)
+    finally:
+        collector.close()
+
+
+def _check_deep_scores(served: Served, records: list[Record], sent: Sent, names: list[str]) -> None:
+    """As Hugging Face computes them in one process."""
+    rows = np.concatenate([one.rows for one in records])
+    scores_RP = np.concatenate([one.scores_RC for one in records])
+    ours = (rows["stream"] == sent.stream) & (rows["phase"] <= ring_messages.DECODE)
+    tokens = [*sent.prompt, *sent.output][:-1]
+    assert rows[ours]["position"].tolist() == [*range(len(tokens))]
+    states_TD = hidden_states(str(served.model), tokens)[str(DEEP)].astype(np.float64)
+    for name, seed in (("deep", 1), ("new", 2)):
+        direction_D = _deep_probe(name, seed).direction_D.astype(np.float64)
+        size_T = np.linalg.norm(states_TD, axis=1) * np.linalg.norm(direction_D)
+        error_T = np.abs(scores_RP[ours][:, names.index(name)] - states_TD @ direction_D) / size_T
+        assert np.quantile(error_T, 0.999) <= 1e-5
+
+
+def test_a_killed_core_ends_the_engine_with_its_reason(served: Served) -> None:
+    readers = served.rings()
+    pid = readers[1].welcome.pid
+    for reader in readers:
+        reader.close()
+    body = {"model": parts.MODEL, "prompt": "Once", "max_tokens": 100, "ignore_eos": True}
+    with (
+        served.client() as client,
+        client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer,
+    ):
+        chunks = answer.iter_text()
+        next(chunks)
+        os.kill(pid, signal.SIGKILL)
+        rest = "".join(chunks)
+    assert "error" in rest or "[DONE]" in rest  # it ran on the other core, or was cut off
+    assert served.process.wait(120) == 3
+    assert f"(process {pid}) has ended" in served.said()

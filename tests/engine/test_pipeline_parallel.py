@@ -1,0 +1,160 @@
+"""Two stages, with one rank each and with two: a row has the scores of all of them.
+
+The tests run in this order, on one engine for each layout; the last one kills a rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+import clairai
+from clairai.points import Point
+from tests.engine import attribution, server, steering
+from tests.engine.process import EngineFailed, EngineProcess
+from tests.engine.steering import Ask
+from tests.fidelity.oracle import hidden_states
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+
+# Of 4 layers; the second stage begins at layer 2, whose first norm is given post_block.1.
+POINTS: Final = ("pre_attn.0", "post_attn.1", "post_block.1", "post_attn.2", "post_block.3")
+PLAN: Final = attribution.Plan(
+    num_requests=80, num_at_once=24, max_prompt=60, max_new=24, seed=5, abort_share=0.5
+)
+PROMPTS: Final = (tuple(range(100, 150)), tuple(range(3000, 3020)), (7,))
+
+
+@pytest.fixture(scope="module")
+def vocabulary_VD(cut_model: Path) -> NDArray[np.float32]:
+    with safe_open(cut_model / "model.safetensors", "pt") as file:
+        return np.asarray(file.get_tensor("model.embed_tokens.weight").float().numpy())
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["pp2", "tp2-pp2"])
+def stages(request: pytest.FixtureRequest, cut_model: Path, runtime: Path) -> Iterator[Any]:
+    num_ranks = int(request.param)
+    with EngineProcess(
+        runtime=runtime,
+        environment={
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(["0", "1"] * num_ranks),
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the tests send functions to the ranks
+        },
+        start_s=600.0,
+        model=str(cut_model),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        block_size=32,
+        num_gpu_blocks_override=26,
+        enable_prefix_caching=True,
+        pipeline_parallel_size=2,
+        tensor_parallel_size=num_ranks,
+        additional_config=clairai.config(points=list(POINTS), capacity=8),
+    ) as engine:
+        yield engine
+
+
+def _probe(point: str, seed: int) -> clairai.Probe:
+    direction_D = np.random.default_rng(seed).standard_normal(server.WIDTH).astype(np.float32)
+    return clairai.Probe(f"at:{point}", Point.parse(point), direction_D)
+
+
+PROBES: Final = tuple(_probe(point, seed) for seed, point in enumerate(POINTS))
+
+
+def test_every_row_belongs_to_its_request(
+    stages: EngineProcess, vocabulary_VD: NDArray[np.float32]
+) -> None:
+    """The first stage scores the embedding; the last one says whose row it is."""
+    verdict = stages.call(attribution.run, PLAN, vocabulary_VD)
+    assert verdict.wrong == []
+    assert (verdict.unaccounted, verdict.lost) == (0, 0)
+    assert min(verdict.cached_tokens, verdict.recomputed_rows, verdict.aborted) > 0
+
+
+def test_a_row_has_the_scores_of_all_stages_as_one_process_computes_them(
+    stages: EngineProcess, cut_model: Path
+) -> None:
+    stages.call(steering.add_probes, list(PROBES))
+    for tokens, names, scores_TP in stages.call(_score, PROMPTS):
+        states = hidden_states(str(cut_model), tokens)
+        assert len(scores_TP) == len(tokens)
+        for probe in PROBES:
+            states_TD = states[str(probe.point)].astype(np.float64)
+            direction_D = probe.direction_D.astype(np.float64)
+            size_T = np.linalg.norm(states_TD, axis=1) * np.linalg.norm(direction_D)
+            found_T = scores_TP[:, names.index(probe.name)]
+            error_T = np.abs(found_T - states_TD @ direction_D) / size_T
+            assert np.quantile(error_T, 0.999) <= 1e-5, probe.name
+
+
+@pytest.mark.parametrize("point", ["post_attn.1", "post_block.3"])
+def test_a_rule_ends_an_answer_by_a_score_of_any_stage(stages: EngineProcess, point: str) -> None:
+    rule = {"probe": f"at:{point}", "threshold": -1e9, "tokens": 3}
+    (answer,) = stages.call(steering.answer, [Ask(PROMPTS[0], stop=(rule,))])
+    assert len(answer.token_ids) == 4
+    assert answer.stop_reason == f"clairai: probe at:{point} >= -1e+09 for 3 tokens"
+
+
+def test_a_change_of_the_bank_reaches_the_scores_of_every_stage(
+    stages: EngineProcess, cut_model: Path
+) -> None:
+    """Each stage has the new probe of the old name, in the same step."""
+    turned = [_probe(point, 10 + seed) for seed, point in enumerate(POINTS)]
+    stages.call(_replace, turned)
+    for tokens, names, scores_TP in stages.call(_score, PROMPTS[:1]):
+        states = hidden_states(str(cut_model), tokens)
+        for probe in turned:
+            expected_T = states[str(probe.point)].astype(np.float64) @ probe.direction_D
+            found_T = scores_TP[:, names.index(probe.name)]
+            np.testing.assert_allclose(found_T, expected_T, rtol=1e-3, atol=1e-3)
+
+
+def test_a_killed_rank_of_the_first_stage_ends_the_engine(stages: EngineProcess) -> None:
+    with pytest.raises(EngineFailed, match=r"EngineDeadError|EngineCore encountered an issue"):
+        stages.call(_kill_first_rank)
+
+
+def _score(llm: Any, prompts: Any) -> list[tuple[list[int], list[str], NDArray[np.float32]]]:
+    """Tokens that were forwarded, the names of the probes, and the scores of every token."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=12,
+        ignore_eos=True,
+        temperature=0.0,
+        extra_args=clairai.request(prompt_scores=True),
+    )
+    outputs = llm.generate([{"prompt_token_ids": list(one)} for one in prompts], params)
+    found = []
+    for output, (scores,) in zip(outputs, clairai.scores(llm, outputs), strict=True):
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+        found.append((tokens, list(scores.names), np.asarray(scores.scores_NP)[: len(tokens)]))
+    return found
+
+
+def _replace(llm: Any, probes: list[clairai.Probe]) -> None:
+    clairai.ProbeBank(llm).replace(*probes)
+
+
+def _kill_first_rank(llm: Any) -> None:
+    pids = llm.collective_rpc(_pid)
+    os.kill(pids[0], signal.SIGKILL)
+    _score(llm, PROMPTS)
+
+
+def _pid(worker: Any) -> int:
+    del worker
+    return os.getpid()
