@@ -146,6 +146,8 @@ def _drive(
             victim = list(live)[int(rng.integers(len(live)))]
             engine.abort_request([victim])
             live.pop(victim).is_aborted = True
+        if not live:  # an engine core in a process of its own would have nothing to answer
+            continue
         for output in engine.step():
             live[output.request_id].output = list(output.outputs[0].token_ids)
             if output.finished:

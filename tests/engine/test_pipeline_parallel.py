@@ -5,6 +5,7 @@ The tests run in this order, on one engine for each layout; the last one kills a
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Iterator
@@ -18,10 +19,13 @@ from safetensors import safe_open
 
 import clairai
 from clairai.points import Point
+from clairai.vector.safetensors_format import dumps
 from tests.engine import attribution, server, steering
+from tests.engine.hooked import TOLERANCE, error_of, noise, positions
 from tests.engine.process import EngineFailed, EngineProcess
 from tests.engine.steering import Ask
 from tests.fidelity.oracle import hidden_states
+from tests.fidelity.steered import Change, Floats, Gated
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
@@ -61,8 +65,10 @@ def stages(request: pytest.FixtureRequest, cut_model: Path, runtime: Path) -> It
         enable_prefix_caching=True,
         pipeline_parallel_size=2,
         tensor_parallel_size=num_ranks,
-        additional_config=clairai.config(points=list(POINTS), capacity=8),
+        additional_config=clairai.config(points=list(POINTS), capacity=8, steering=True),
     ) as engine:
+        points = {Point.parse(point): row.astype(np.float32) for point, row in ROWS.items()}
+        engine.call(steering.put, [dumps(clairai.Vector("v", points))])
         yield engine
 
 
@@ -71,6 +77,13 @@ def _probe(point: str, seed: int) -> clairai.Probe:
     return clairai.Probe(f"at:{point}", Point.parse(point), direction_D)
 
 
+def _row(seed: int) -> Floats:
+    return noise(seed, 6.0)
+
+
+# A vector at points of both stages.
+ROWS: Final = {point: _row(20 + seed) for seed, point in enumerate(POINTS[1:])}
+GATE: Final = "at:pre_attn.0"
 PROBES: Final = tuple(_probe(point, seed) for seed, point in enumerate(POINTS))
 
 
@@ -98,6 +111,43 @@ def test_a_row_has_the_scores_of_all_stages_as_one_process_computes_them(
             found_T = scores_TP[:, names.index(probe.name)]
             error_T = np.abs(found_T - states_TD @ direction_D) / size_T
             assert np.quantile(error_T, 0.999) <= 1e-5, probe.name
+
+
+def test_rows_are_steered_at_points_of_both_stages_and_through_gates_of_the_first(
+    stages: EngineProcess, cut_model: Path
+) -> None:
+    """The gates read in the first stage, and act in both."""
+    direction_D = PROBES[0].direction_D.astype(np.float64)
+    states_TD = hidden_states(str(cut_model), list(PROMPTS[0]))["pre_attn.0"].astype(np.float64)
+    threshold = float(np.median(states_TD @ direction_D))  # about half of the tokens are above it
+    at = {"probe": GATE, "threshold": threshold}
+    entries: tuple[tuple[dict[str, Any], ...], ...] = (
+        ({"vector": "v"},),
+        ({"vector": "v", "gate": at},),
+        ({"vector": "v", "gate": at | {"sharpness": 3.0}},),
+        ({"vector": "v", "gate": at | {"latch": True}},),
+        (),
+    )
+    asks = [Ask(PROMPTS[0], steer) for steer in entries]
+    answers = stages.call(steering.answer, asks)
+    gated = functools.partial(Gated, "pre_attn.0", direction_D, threshold)
+    changes = [
+        [Change("add", ROWS, positions(0))],
+        [Change("add", ROWS, positions(0), gate=gated())],
+        [Change("add", ROWS, positions(0), gate=gated(sharpness=3.0))],
+        [Change("add", ROWS, positions(0), gate=gated(latch=True))],
+        [],
+    ]
+    for ask, answer, change in zip(asks, answers, changes, strict=True):
+        assert error_of(cut_model, ask, answer, change) <= TOLERANCE
+    # Each makes a difference.
+    assert len({max(answer.logprobs[0].values()) for answer in answers}) == len(answers)
+
+
+def test_a_gate_that_reads_behind_where_it_acts_is_refused(stages: EngineProcess) -> None:
+    late = {"vector": "v", "gate": {"probe": "at:post_block.3", "threshold": 0.0}}
+    with pytest.raises(EngineFailed, match=r"post_block\.3"):
+        stages.call(steering.answer, [Ask(PROMPTS[0], (late,))])
 
 
 @pytest.mark.parametrize("point", ["post_attn.1", "post_block.3"])
@@ -137,7 +187,8 @@ def _score(llm: Any, prompts: Any) -> list[tuple[list[int], list[str], NDArray[n
         temperature=0.0,
         extra_args=clairai.request(prompt_scores=True),
     )
-    outputs = llm.generate([{"prompt_token_ids": list(one)} for one in prompts], params)
+    given = [{"prompt_token_ids": list(one)} for one in prompts]
+    outputs = llm.generate(given, params, use_tqdm=False)
     found = []
     for output, (scores,) in zip(outputs, clairai.scores(llm, outputs), strict=True):
         tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]

@@ -172,16 +172,11 @@ def check_core_settings(vllm_config: Any, *, is_capturing: bool, accepts_weights
         )
 
 
-def check_stage_settings(
-    vllm_config: Any, *, is_steering: bool, is_capturing: bool, accepts_weights: bool
-) -> None:
+def check_stage_settings(vllm_config: Any, *, is_capturing: bool, accepts_weights: bool) -> None:
     """Refuse what the stages of a pipeline do not do together yet."""
     if not _has_stages(vllm_config):
         return
     refused = {
-        "steering (each stage has its own tables, and a gate's state would have to travel)": (
-            is_steering
-        ),
         "captures (each stage holds other points, and a folder has one writer)": is_capturing,
         "new weights (each stage holds other tensors than a trainer's manifest names)": (
             accepts_weights

@@ -1,4 +1,4 @@
-"""What stages of a pipeline tell each other: sites at start-up, and scores with every step.
+"""What stages of a pipeline tell each other: sites at start-up; scores and gates with each step.
 
 GroupCoordinator.cpu_group     distributed/parallel_state.py        0.32
 Worker.execute_model           v1/worker/gpu_worker.py              0.32:1302
@@ -7,7 +7,8 @@ PPMissingLayer                 model_executor/models/utils.py       0.32:852
 A stage hands its scores to the next one among the very tensors that the next one goes on with, and
 the last stage publishes them all: so a row has the scores of one forward of one token, whichever
 stages they come from, and every reader sees one ring. A change of the bank reaches all ranks
-between the same two steps, because a worker takes steps and control messages from one queue. Runs
+between the same two steps, because a worker takes steps and control messages from one queue. All
+ranks hold tables of all sites, and number them alike; each runs the taps of its own blocks. Runs
 in: the worker.
 """
 
@@ -22,10 +23,12 @@ import torch
 
 from clairai.compat.model_sites import Sites
 from clairai.engine.score.score_tables import ScoreTables
+from clairai.engine.steer.steer_tables import SteerTables
 from clairai.errors import TapMissingError
 from clairai.points import Point
 
 SCORES_KEY: Final = "clairai_scores"
+GATES_KEY: Final = "clairai_gates"
 
 
 @dataclass(frozen=True)
@@ -100,12 +103,22 @@ def merge_sites(local: Sites, found: Sequence[_FoundSites]) -> tuple[Sites, list
     return replace(local, site_of=site_of, refused=refused), names
 
 
-class StageScores:
-    """Takes the scores of earlier stages into our tables, and hands them and our own on."""
+class StageHandover:
+    """Takes what earlier stages have computed into our tables, and hands it on with our own.
 
-    def __init__(self, tables: ScoreTables, stage: Stage, names: Sequence[frozenset[str]]) -> None:
+    Scores go to the last stage, which publishes them. The openings of gates go to every later one,
+    where they may act; a gate keeps its state in the stage that reads its probe.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        names: Sequence[frozenset[str]],
+        tables: ScoreTables,
+        steer_tables: SteerTables | None,
+    ) -> None:
         """`names` are the sites of each stage."""
-        self._tables = tables
+        self._stage, self._tables, self._steer_tables = stage, tables, steer_tables
         self._earlier_S = self._find_sites(names[: stage.index])
         self._handed_S = self._find_sites(names[: stage.index + 1])
 
@@ -119,26 +132,35 @@ class StageScores:
         return torch.tensor(numbers, dtype=torch.int64, device=self._tables.device)
 
     def take(self, tensors: MutableMapping[str, torch.Tensor]) -> None:
-        """Remove our tensor from those of the step, which the model is given next."""
-        if not len(self._earlier_S):
-            return
-        scores_STK = tensors.pop(SCORES_KEY, None)
-        if scores_STK is None:
-            raise TapMissingError(
-                "a step came from an earlier pipeline stage without its scores; the engine ends, "
-                "because they would be those of another step. Please report it"
-            )
-        self._tables.scores_STK[:, : scores_STK.shape[1]].index_copy_(
-            0, self._earlier_S, scores_STK
-        )
+        """Remove our tensors from those of the step, which the model is given next."""
+        if len(self._earlier_S):
+            scores_STK = _pop(tensors, SCORES_KEY)
+            rows_STK = self._tables.scores_STK[:, : scores_STK.shape[1]]
+            rows_STK.index_copy_(0, self._earlier_S, scores_STK)
+        if self._steer_tables is not None:
+            gates_TG = _pop(tensors, GATES_KEY)
+            self._steer_tables.gates_TG[: len(gates_TG)].copy_(gates_TG)
 
     def hand_on(self, tensors: MutableMapping[str, torch.Tensor], num_tokens: int) -> None:
+        """Copies: our tables change with the next step, which begins before these are sent."""
         if len(self._handed_S):
             scores_STK = self._tables.scores_STK[:, :num_tokens]
             tensors[SCORES_KEY] = scores_STK.index_select(0, self._handed_S)
+        if self._steer_tables is not None:
+            tensors[GATES_KEY] = self._steer_tables.gates_TG[:num_tokens].clone()
 
 
-def carry_scores(runner: Any, scores: StageScores) -> None:
+def _pop(tensors: MutableMapping[str, torch.Tensor], key: str) -> torch.Tensor:
+    found = tensors.pop(key, None)
+    if found is None:
+        raise TapMissingError(
+            f"a step came from an earlier pipeline stage without its {key}; the engine ends, "
+            "because they would be those of another step. Please report it"
+        )
+    return found
+
+
+def connect_stages(runner: Any, handover: StageHandover) -> None:
     """Wrap execute_model(scheduler_output, intermediate_tensors): v1 0.26:4111 0.32:3940."""
     from vllm.sequence import IntermediateTensors  # 0.26 and 0.32
 
@@ -149,10 +171,10 @@ def carry_scores(runner: Any, scores: StageScores) -> None:
         if intermediate is None:
             intermediate = kwargs.pop("intermediate_tensors", None)
         if intermediate is not None:
-            scores.take(intermediate.tensors)
+            handover.take(intermediate.tensors)
         result = original(scheduler_output, intermediate, **kwargs)
         if isinstance(result, IntermediateTensors):  # of any but the last stage
-            scores.hand_on(result.tensors, scheduler_output.total_num_scheduled_tokens)
+            handover.hand_on(result.tensors, scheduler_output.total_num_scheduled_tokens)
         return result
 
     runner.execute_model = execute_model

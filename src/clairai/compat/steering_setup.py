@@ -22,10 +22,14 @@ from clairai.settings import Settings
 def make_steering(
     worker: Any, settings: Settings, sites: Sites, names: Sequence[str]
 ) -> tuple[SteerTables, WorkerSteering]:
-    """The tables of the sites `names`, which must be tapped already, and who fills them."""
+    """The tables of the sites `names`, which must be tapped already, and who fills them.
+
+    Of a pipeline, sites of other stages have a place in the tables too, and no op here.
+    """
     tables = _make_tables(worker, settings, names, sites.width)
+    tables.leave_to_other_stages(name for name in names if name not in sites.modules)
     named = worker.vllm_config.compilation_config.static_forward_context
-    for name in names:
+    for name in [name for name in names if name in sites.modules]:
         site = named[f"{CONFIG_KEY}.{name}"]
         if isinstance(site, FusedNormSite):
             site.steer_with(tables, name)

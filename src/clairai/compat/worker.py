@@ -36,8 +36,8 @@ from clairai.compat.install import accepts_weights
 from clairai.compat.model_sites import Sites
 from clairai.compat.pipeline_stages import (
     Stage,
-    StageScores,
-    carry_scores,
+    StageHandover,
+    connect_stages,
     find_stage,
     join_sites,
 )
@@ -78,7 +78,6 @@ def prepare(worker: Any) -> None:
     resolved = resolve_engine_settings(config)
     check_engine.check_stage_settings(
         config,
-        is_steering=resolved.settings.is_steering,
         is_capturing=resolved.settings.capture_settings is not None,
         accepts_weights=accepts_weights(config),
     )
@@ -185,7 +184,9 @@ def _install_taps(worker: Any, resolved: ResolvedSettings) -> None:
         inputs, forwards = worker.clairai_inputs, publisher.forwards
         step_hooks.publish_in_graphs(model_runner, inputs, tables, forwards, sites.last)
     if not stage.is_alone:
-        carry_scores(model_runner, StageScores(tables, stage, names_of_stages))
+        steer_tables = getattr(worker, "clairai_steer_tables", None)
+        handover = StageHandover(stage, names_of_stages, tables, steer_tables)
+        connect_stages(model_runner, handover)
     if settings.is_steering:  # before the first graph is captured, which keeps the address
         worker.clairai_steer_tables.use_token_ids(worker.clairai_inputs().token_ids_T)
     worker.clairai_tap_proof = TapProof(
@@ -261,7 +262,7 @@ def _tap_sites(worker: Any, resolved: ResolvedSettings, sites: Sites, stage: Sta
         stash_rows=_count_stash_rows(worker, is_capturing) if fused or is_capturing else 0,
         is_capturing=is_capturing,
     )
-    tables.receive_scores(name for name in all_names if name not in sites.modules)
+    tables.leave_to_other_stages(name for name in all_names if name not in sites.modules)
     _attach_fused_norms(config, sites, tables, fused)
     _attach_taps(config, sites, tables, set(names) - set(fused), settings)
     _count_memory(worker.model_runner, tables.nbytes)

@@ -136,7 +136,7 @@ class ScoreTables:
     def side_stream_site(self, name: str) -> SideStreamSite:
         return SideStreamSite(self, self.sites.index(name))
 
-    def receive_scores(self, names: Iterable[str]) -> None:
+    def leave_to_other_stages(self, names: Iterable[str]) -> None:
         """Other stages of a pipeline tap these sites, and see to it that the taps run."""
         for name in names:
             self.ran_S[self.sites.index(name)] = 1

@@ -11,7 +11,7 @@ in plain torch: it serves CPU engines and is the kernel's oracle.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -91,6 +91,11 @@ class SteerTables:
         held = (self.vectors_VD, self.words_PSOW, self.num_ops_PS, self.map_T4, self.gates_TG)
         small = (self.state_ZG, self.reads_ZS, self.special_K, self.ran_S)
         return sum(int(tensor.nbytes) for tensor in (*held, *small))
+
+    def leave_to_other_stages(self, names: Iterable[str]) -> None:
+        """Other stages of a pipeline steer at these sites, and see to it that their ops run."""
+        for name in names:
+            self.ran_S[self.sites.index(name)] = 1
 
     def site(self, name: str) -> SteerSite:
         return SteerSite(self, self.sites.index(name))
