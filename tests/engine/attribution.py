@@ -36,6 +36,7 @@ class Plan:
     abort_share: float = 0.15
     shared_share: float = 0.5
     prompt_scores_share: float = 0.1
+    vocabulary: int = 30000
 
 
 @dataclass
@@ -120,7 +121,7 @@ def _drive(
     first = new_stream_id() // 2  # no stream is used twice in an engine's life
     last = first + plan.num_requests
     engine = llm.llm_engine
-    shared = rng.integers(5, 30000, plan.max_prompt).tolist()
+    shared = rng.integers(5, plan.vocabulary, plan.max_prompt).tolist()
     sent: dict[int, Sent] = {}
     live: dict[str, Sent] = {}
     records: list[Any] = []
@@ -178,7 +179,7 @@ def finish(llm: Any, last: int) -> None:
 
 def _next(rng: np.random.Generator, plan: Plan, shared: list[int], stream: int) -> Sent:
     length = int(rng.integers(1, plan.max_prompt + 1))
-    prompt = rng.integers(5, 30000, length).tolist()
+    prompt = rng.integers(5, plan.vocabulary, length).tolist()
     if rng.random() < plan.shared_share:
         keep = int(rng.integers(0, length + 1))
         prompt = shared[:keep] + prompt[keep:]

@@ -212,9 +212,14 @@ async def _load(served: Served, rng: np.random.Generator) -> dict[int, Sent]:
 
     async with served.engine() as engine:
         await asyncio.gather(*map(ask, range(NUM_REQUESTS)))
-        # Each core takes a step that reports the ones before finished.
         for core in (0, 1):
-            await _ask(engine, Sent(first + NUM_REQUESTS + core, [1, 2], False), 2, core)
+            # The second finds the prompt of the first in the prefix cache of its core.
+            prompt = rng.integers(5, 30000, 96).tolist()
+            for _ in range(2):
+                sent.append(Sent(first + len(sent), prompt, False))
+                await _ask(engine, sent[-1], 4, core)
+            # Each core takes a step that reports the ones before finished.
+            await _ask(engine, Sent(first - 1 - core, [1, 2], False), 2, core)
     return {one.stream: one for one in sent}
 
 

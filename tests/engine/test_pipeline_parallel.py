@@ -20,8 +20,8 @@ from safetensors import safe_open
 import clairai
 from clairai.points import Point
 from clairai.vector.safetensors_format import dumps
-from tests.engine import attribution, server, steering
-from tests.engine.hooked import TOLERANCE, error_of, noise, positions
+from tests.engine import attribution, models, steering
+from tests.engine.hooked import TOLERANCE, error_of, positions
 from tests.engine.process import EngineFailed, EngineProcess
 from tests.engine.steering import Ask
 from tests.fidelity.oracle import hidden_states
@@ -32,19 +32,31 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 # Of 4 layers; the second stage begins at layer 2, whose first norm is given post_block.1.
 POINTS: Final = ("pre_attn.0", "post_attn.1", "post_block.1", "post_attn.2", "post_block.3")
 PLAN: Final = attribution.Plan(
-    num_requests=80, num_at_once=24, max_prompt=60, max_new=24, seed=5, abort_share=0.5
+    num_requests=80,
+    num_at_once=24,
+    max_prompt=60,
+    max_new=24,
+    seed=5,
+    abort_share=0.5,
+    vocabulary=512,
 )
-PROMPTS: Final = (tuple(range(100, 150)), tuple(range(3000, 3020)), (7,))
+PROMPTS: Final = (tuple(range(100, 150)), tuple(range(300, 320)), (7,))
+WIDTH: Final = 64
 
 
 @pytest.fixture(scope="module")
-def vocabulary_VD(cut_model: Path) -> NDArray[np.float32]:
-    with safe_open(cut_model / "model.safetensors", "pt") as file:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.tiny("llama", tmp_path_factory.mktemp("stages") / "llama")
+
+
+@pytest.fixture(scope="module")
+def vocabulary_VD(model: Path) -> NDArray[np.float32]:
+    with safe_open(model / "model.safetensors", "pt") as file:
         return np.asarray(file.get_tensor("model.embed_tokens.weight").float().numpy())
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["pp2", "tp2-pp2"])
-def stages(request: pytest.FixtureRequest, cut_model: Path, runtime: Path) -> Iterator[Any]:
+def stages(request: pytest.FixtureRequest, model: Path, runtime: Path) -> Iterator[Any]:
     num_ranks = int(request.param)
     with EngineProcess(
         runtime=runtime,
@@ -54,7 +66,8 @@ def stages(request: pytest.FixtureRequest, cut_model: Path, runtime: Path) -> It
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the tests send functions to the ranks
         },
         start_s=600.0,
-        model=str(cut_model),
+        model=str(model),
+        skip_tokenizer_init=True,
         dtype="float32",
         enforce_eager=True,
         max_model_len=128,
@@ -73,12 +86,13 @@ def stages(request: pytest.FixtureRequest, cut_model: Path, runtime: Path) -> It
 
 
 def _probe(point: str, seed: int) -> clairai.Probe:
-    direction_D = np.random.default_rng(seed).standard_normal(server.WIDTH).astype(np.float32)
+    direction_D = np.random.default_rng(seed).standard_normal(WIDTH).astype(np.float32)
     return clairai.Probe(f"at:{point}", Point.parse(point), direction_D)
 
 
 def _row(seed: int) -> Floats:
-    return noise(seed, 6.0)
+    row = np.random.default_rng(seed).standard_normal(WIDTH).astype(np.float32)
+    return row.astype(np.float64)
 
 
 # A vector at points of both stages.
@@ -98,11 +112,11 @@ def test_every_row_belongs_to_its_request(
 
 
 def test_a_row_has_the_scores_of_all_stages_as_one_process_computes_them(
-    stages: EngineProcess, cut_model: Path
+    stages: EngineProcess, model: Path
 ) -> None:
     stages.call(steering.add_probes, list(PROBES))
     for tokens, names, scores_TP in stages.call(_score, PROMPTS):
-        states = hidden_states(str(cut_model), tokens)
+        states = hidden_states(str(model), tokens)
         assert len(scores_TP) == len(tokens)
         for probe in PROBES:
             states_TD = states[str(probe.point)].astype(np.float64)
@@ -114,11 +128,11 @@ def test_a_row_has_the_scores_of_all_stages_as_one_process_computes_them(
 
 
 def test_rows_are_steered_at_points_of_both_stages_and_through_gates_of_the_first(
-    stages: EngineProcess, cut_model: Path
+    stages: EngineProcess, model: Path
 ) -> None:
     """The gates read in the first stage, and act in both."""
     direction_D = PROBES[0].direction_D.astype(np.float64)
-    states_TD = hidden_states(str(cut_model), list(PROMPTS[0]))["pre_attn.0"].astype(np.float64)
+    states_TD = hidden_states(str(model), list(PROMPTS[0]))["pre_attn.0"].astype(np.float64)
     threshold = float(np.median(states_TD @ direction_D))  # about half of the tokens are above it
     at = {"probe": GATE, "threshold": threshold}
     entries: tuple[tuple[dict[str, Any], ...], ...] = (
@@ -139,15 +153,15 @@ def test_rows_are_steered_at_points_of_both_stages_and_through_gates_of_the_firs
         [],
     ]
     for ask, answer, change in zip(asks, answers, changes, strict=True):
-        assert error_of(cut_model, ask, answer, change) <= TOLERANCE
-    # Each makes a difference.
-    assert len({max(answer.logprobs[0].values()) for answer in answers}) == len(answers)
+        assert error_of(model, ask, answer, change) <= TOLERANCE
+    # A gate that is always open, or never, would be steered as without one, or not at all.
+    assert len({max(answer.logprobs[0].values()) for answer in answers}) >= 3
 
 
 def test_a_gate_that_reads_behind_where_it_acts_is_refused(stages: EngineProcess) -> None:
     late = {"vector": "v", "gate": {"probe": "at:post_block.3", "threshold": 0.0}}
-    with pytest.raises(EngineFailed, match=r"post_block\.3"):
-        stages.call(steering.answer, [Ask(PROMPTS[0], (late,))])
+    (answer,) = stages.call(steering.answer, [Ask(PROMPTS[0], (late,))])
+    assert (answer.token_ids, answer.finish_reason) == ((), "error")
 
 
 @pytest.mark.parametrize("point", ["post_attn.1", "post_block.3"])
@@ -159,13 +173,13 @@ def test_a_rule_ends_an_answer_by_a_score_of_any_stage(stages: EngineProcess, po
 
 
 def test_a_change_of_the_bank_reaches_the_scores_of_every_stage(
-    stages: EngineProcess, cut_model: Path
+    stages: EngineProcess, model: Path
 ) -> None:
     """Each stage has the new probe of the old name, in the same step."""
     turned = [_probe(point, 10 + seed) for seed, point in enumerate(POINTS)]
     stages.call(_replace, turned)
     for tokens, names, scores_TP in stages.call(_score, PROMPTS[:1]):
-        states = hidden_states(str(cut_model), tokens)
+        states = hidden_states(str(model), tokens)
         for probe in turned:
             expected_T = states[str(probe.point)].astype(np.float64) @ probe.direction_D
             found_T = scores_TP[:, names.index(probe.name)]
@@ -185,6 +199,7 @@ def _score(llm: Any, prompts: Any) -> list[tuple[list[int], list[str], NDArray[n
         max_tokens=12,
         ignore_eos=True,
         temperature=0.0,
+        detokenize=False,
         extra_args=clairai.request(prompt_scores=True),
     )
     given = [{"prompt_token_ids": list(one)} for one in prompts]

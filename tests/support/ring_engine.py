@@ -51,17 +51,18 @@ def running_engine(
     shape: RingShape = SMALL,
     bank_of: GetBank | None = None,
     writer_class: type[RingWriter] = RingWriter,
+    engine: str = "",
 ) -> Iterator[Engine]:
-    """An engine that exists within this context."""
+    """An engine that exists within this context; one of the cores of `engine`, if that is given."""
     epoch = new_epoch()
     with HostMemory.create(shape.nbytes) as memory:
         writer = writer_class(memory, shape, epoch)
-        greeting = welcome(epoch, shape)
+        greeting = welcome(epoch, shape, engine)
         with RingServer(folder, memory, greeting, bank_of or small_bank) as server:
             yield Engine(epoch, memory, writer, server)
 
 
-def welcome(epoch: int, shape: RingShape) -> Welcome:
+def welcome(epoch: int, shape: RingShape, engine: str = "") -> Welcome:
     """The first message of such an engine."""
     return Welcome(
         wire_version=WIRE_VERSION,
@@ -74,6 +75,7 @@ def welcome(epoch: int, shape: RingShape) -> Welcome:
         slots=shape.slots,
         slot_bytes=shape.slot_bytes,
         points=("post_block.0",),
+        engine=engine,
     )
 
 

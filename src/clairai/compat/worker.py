@@ -184,8 +184,8 @@ def _install_taps(worker: Any, resolved: ResolvedSettings) -> None:
         inputs, forwards = worker.clairai_inputs, publisher.forwards
         step_hooks.publish_in_graphs(model_runner, inputs, tables, forwards, sites.last)
     if not stage.is_alone:
-        steer_tables = getattr(worker, "clairai_steer_tables", None)
-        handover = StageHandover(stage, names_of_stages, tables, steer_tables)
+        steered = getattr(worker, "clairai_steer_tables", None)
+        handover = StageHandover(stage, names_of_stages, tables, steered)
         connect_stages(model_runner, handover)
     if settings.is_steering:  # before the first graph is captured, which keeps the address
         worker.clairai_steer_tables.use_token_ids(worker.clairai_inputs().token_ids_T)
@@ -333,8 +333,20 @@ def _make_publisher(worker: Any, resolved: ResolvedSettings, sites: Sites) -> St
         points=tuple(str(point) for point in resolved.points),
         max_requests=config.scheduler_config.max_num_seqs,
         weights=0 if accepts_weights(config) else None,
+        engine=_name_shared_engine(config),
     )
     return StepPublisher(resolved.settings, worker.clairai_tables, bank, about)
+
+
+def _name_shared_engine(config: Any) -> str:
+    """What the cores of one engine have in common; empty without others.
+
+    A core knows that it is one of several by its number on this machine, which only those are given
+    (v1/engine/core.py run_engine_core, 0.32:1407); config/vllm.py instance_id, 0.26 and 0.32:425.
+    """
+    if getattr(config.parallel_config, "data_parallel_rank_local", None) is None:
+        return ""
+    return f"{config.instance_id}"
 
 
 def _count_memory(model_runner: Any, nbytes: int) -> None:

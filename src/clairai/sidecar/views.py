@@ -131,7 +131,7 @@ class JsonView:
                 continue
             found += json_lines.record_lines(record, bank, with_events=self._with_events)
         # Before the rows: lost records are older than all that were read with them.
-        self._report_loss(batch.reader.statistics())
+        self._report_loss(batch.statistics)
         self._out.write(json_lines.encode_lines(found))
 
     def _report_loss(self, statistics: ReaderStatistics) -> None:
@@ -184,7 +184,7 @@ class _LiveView:
                 self._loss.add_unnamed()
             else:
                 self.state.add(record, bank)
-        statistics = batch.reader.statistics()
+        statistics = batch.statistics
         self._loss.report(statistics)
         self.state.set_statistics(self._loss.correct(statistics))
 

@@ -84,7 +84,9 @@ class AskBank(msgspec.Struct, frozen=True, tag="ask_bank", forbid_unknown_fields
     version: int
 
 
-class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
+class Welcome(
+    msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=True, omit_defaults=True
+):
     """Engine to reader, first message; the descriptor of a ring in host memory comes with it."""
 
     wire_version: int
@@ -100,6 +102,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=
     handle: bytes = b""  # of a ring in device memory
     gpu: str = ""  # UUID of its GPU
     address: int = 0  # on the GPU, for a reader in the engine's process, where CUDA IPC fails
+    engine: str = ""  # the same for all cores of an engine that has several; empty: it has one
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal", forbid_unknown_fields=True):

@@ -52,6 +52,28 @@ def test_a_dead_engine_is_read_to_its_end_before_the_next_one(tmp_path: Path) ->
     assert attached.welcome.epoch == second.epoch != first.epoch
 
 
+def test_all_cores_of_an_engine_are_read_and_no_ring_of_another(tmp_path: Path) -> None:
+    """One attaches first, the other when it is there; what is counted is the sum."""
+    with closing(follow(tmp_path, start="oldest", stop=lambda: False)) as events:
+        with running_engine(tmp_path, engine="ours") as first:
+            attached = next(events)
+            with (
+                running_engine(tmp_path, engine="other") as stranger,
+                running_engine(tmp_path, engine="ours") as second,
+            ):
+                for core in (stranger, first, second):
+                    publish_plain(core.writer, 3)
+                read: dict[int, int] = {}
+                while len(read) < 2:
+                    batch = next(events)
+                    assert isinstance(batch, RecordBatch)
+                    read[batch.reader.welcome.epoch] = len(batch.records)
+        detached = next(events)
+    assert isinstance(attached, EngineAttached)
+    assert read == {first.epoch: 3, second.epoch: 3}
+    assert detached == EngineDetached(ReaderStatistics(0, 6, 0, 0, 0), "engine gone")
+
+
 def test_a_bank_can_be_asked_for_while_a_batch_is_in_hand(tmp_path: Path) -> None:
     with running_engine(tmp_path) as engine:
         publish_plain(engine.writer, 1)

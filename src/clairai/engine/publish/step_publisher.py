@@ -52,6 +52,7 @@ class WorkerInfo:
     points: tuple[str, ...]
     max_requests: int = 1024  # at once
     weights: int | None = None  # version that it starts with; None: its weights cannot change
+    engine: str = ""  # the same for all cores of an engine that has several
 
 
 class StepPublisher:
@@ -99,6 +100,7 @@ class StepPublisher:
             handle=ring.memory.handle,
             gpu=ring.memory.uuid,
             address=ring.memory.address,
+            engine=self.info.engine,
         )
         folder = runtime_dir(settings.runtime_dir)
         self.server = RingServer(folder, ring.memory, welcome, self.describe_bank)
