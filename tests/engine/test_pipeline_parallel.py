@@ -34,10 +34,11 @@ POINTS: Final = ("pre_attn.0", "post_attn.1", "post_block.1", "post_attn.2", "po
 PLAN: Final = attribution.Plan(
     num_requests=80,
     num_at_once=24,
-    max_prompt=60,
+    max_prompt=96,
     max_new=24,
     seed=5,
     abort_share=0.5,
+    shared_share=0.8,
     vocabulary=512,
 )
 PROMPTS: Final = (tuple(range(100, 150)), tuple(range(300, 320)), (7,))

@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "library": {
         *COMMON,
         *("local", "probe", "vector", "fields", "settings", "store", "ring", "match", "spool"),
-        *("library", "compat.install"),
+        *("library", "compat.install", "compat.engine_cores"),
     },
     "weights": {*COMMON, "local", "probe", "vector", "library", "weights"},
     "integrations": {"errors", "library.http_client", "integrations"},
@@ -71,7 +71,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": {
         *COMMON,
         *("local", "probe", "vector", "fields", "store", "weights", "library", "server"),
-        *("compat.api_server", "compat.core_link", "compat.install"),
+        *("compat.api_server", "compat.core_link", "compat.engine_cores", "compat.install"),
     },
     "launch": {
         *COMMON,

@@ -1,8 +1,6 @@
 """What clairai's routes need of vLLM's API server: its engine client and its tokenizer.
 
-AsyncLLM.collective_rpc             v1/engine/async_llm.py     0.26:964   0.32:1205
-MPClient.core_engines               v1/engine/core_client.py              0.32:731
-AsyncMPClient._call_utility_async   v1/engine/core_client.py              0.32:1279
+AsyncLLM.collective_rpc   v1/engine/async_llm.py   0.26:964   0.32:1205
 
 Runs in: the API server.
 """
@@ -11,14 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
-from clairai.compat.engine_core import get_settings
 from clairai.errors import UnsupportedError
-from clairai.local.private_socket import runtime_dir
 from clairai.wire.control_messages import CONTROL_METHOD
 
 
@@ -27,30 +22,6 @@ def is_one_of_several_servers(client: Any) -> bool:
     config = getattr(client, "vllm_config", None)
     parallel = getattr(config, "parallel_config", None)
     return int(getattr(parallel, "_api_process_count", 1)) > 1
-
-
-def find_core_calls(client: Any) -> list[Callable[[bytes], Awaitable[list[bytes]]]]:
-    """For each engine core behind vLLM's AsyncLLM, in the order of their numbers, how to ask it.
-
-    `AsyncLLM.collective_rpc` asks all of them and gives the first one's replies alone.
-    """
-    core_client = getattr(client, "engine_core", None)
-    return [
-        functools.partial(_call_core, core_client, core)
-        for core in getattr(core_client, "core_engines", ())
-    ]
-
-
-async def _call_core(core_client: Any, core: bytes, message: bytes) -> list[bytes]:
-    replies: list[bytes] = await core_client._call_utility_async(
-        "collective_rpc", CONTROL_METHOD, None, (message,), None, engine=core
-    )
-    return replies
-
-
-def find_runtime_dir(client: Any) -> Path:
-    """The folder of the sockets of this engine's cores."""
-    return runtime_dir(get_settings(client.vllm_config).runtime_dir)
 
 
 def watch_other_calls(client: Any, during: Callable[[], AbstractContextManager[None]]) -> None:

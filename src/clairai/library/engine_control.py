@@ -44,7 +44,7 @@ async def ask_async_engine(
 
 
 def _require_one_core(engine: Any) -> None:
-    from clairai.compat.api_server import find_core_calls
+    from clairai.compat.engine_cores import find_core_calls
 
     if (num_cores := len(find_core_calls(engine))) > 1:
         raise errors.UnsupportedError(

@@ -78,12 +78,8 @@ def attach(app: FastAPI) -> None:
 
 
 def connect(client: Any, state: Any) -> None:
-    from clairai.compat.api_server import (
-        find_core_calls,
-        find_runtime_dir,
-        is_one_of_several_servers,
-        watch_other_calls,
-    )
+    from clairai.compat.api_server import is_one_of_several_servers, watch_other_calls
+    from clairai.compat.engine_cores import find_core_calls, find_runtime_dir
     from clairai.compat.install import accepts_weights
 
     takes_weights = accepts_weights(getattr(client, "vllm_config", None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -54,20 +54,19 @@ def test_a_dead_engine_is_read_to_its_end_before_the_next_one(tmp_path: Path) ->
 
 def test_all_cores_of_an_engine_are_read_and_no_ring_of_another(tmp_path: Path) -> None:
     """One attaches first, the other when it is there; what is counted is the sum."""
+    read: dict[int, int] = {}
     with closing(follow(tmp_path, start="oldest", stop=lambda: False)) as events:
-        with running_engine(tmp_path, engine="ours") as first:
+        with ExitStack() as running:
+            first = running.enter_context(running_engine(tmp_path, engine="ours"))
             attached = next(events)
-            with (
-                running_engine(tmp_path, engine="other") as stranger,
-                running_engine(tmp_path, engine="ours") as second,
-            ):
-                for core in (stranger, first, second):
-                    publish_plain(core.writer, 3)
-                read: dict[int, int] = {}
-                while len(read) < 2:
-                    batch = next(events)
-                    assert isinstance(batch, RecordBatch)
-                    read[batch.reader.welcome.epoch] = len(batch.records)
+            stranger = running.enter_context(running_engine(tmp_path, engine="other"))
+            second = running.enter_context(running_engine(tmp_path, engine="ours"))
+            for core in (stranger, first, second):
+                publish_plain(core.writer, 3)
+            while len(read) < 2:
+                batch = next(events)
+                assert isinstance(batch, RecordBatch)
+                read[batch.reader.welcome.epoch] = len(batch.records)
         detached = next(events)
     assert isinstance(attached, EngineAttached)
     assert read == {first.epoch: 3, second.epoch: 3}
