@@ -70,7 +70,7 @@ def put_publisher_first(vllm_config: Any, replies: Sequence[bytes]) -> list[byte
 
 
 @dataclass(frozen=True)
-class _FoundSites:
+class FoundSites:
     """What one stage has found in its blocks."""
 
     site_of: Mapping[Point, str]
@@ -86,12 +86,12 @@ def join_sites(local: Sites) -> tuple[Sites, list[frozenset[str]]]:
 
     group = get_pp_group()
     found: list[Any] = [None] * group.world_size
-    own = _FoundSites(dict(local.site_of), dict(local.refused))
+    own = FoundSites(dict(local.site_of), dict(local.refused))
     torch.distributed.all_gather_object(found, own, group=group.cpu_group)
     return merge_sites(local, found)
 
 
-def merge_sites(local: Sites, found: Sequence[_FoundSites]) -> tuple[Sites, list[frozenset[str]]]:
+def merge_sites(local: Sites, found: Sequence[FoundSites]) -> tuple[Sites, list[frozenset[str]]]:
     site_of = {point: site for one in found for point, site in one.site_of.items()}
     refused = {
         point: reason
