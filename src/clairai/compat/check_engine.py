@@ -91,6 +91,14 @@ REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
         lambda config: count_cores(config) > _count_local_cores(config),
     ),
     (
+        "data parallelism of a model with experts (its cores run forwards for each other, which "
+        "vLLM's CPU build cannot, so not proven)",
+        lambda config: (
+            (_read_path(config, "parallel_config.data_parallel_size") or 1) > 1
+            and bool(_read_path(config, "model_config.is_moe"))
+        ),
+    ),
+    (
         "data parallelism with Ray (its engine cores are not ours to find)",
         lambda config: _read_path(config, "parallel_config.data_parallel_backend") == "ray",
     ),

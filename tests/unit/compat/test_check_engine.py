@@ -51,6 +51,7 @@ def config(path: str = "", value: object = None) -> Any:
     )
 
 
+EXPERTS = "data parallelism of a model with experts"
 MODES = [
     ("parallel_config.pipeline_parallel_size", 2, "pipeline parallelism on a GPU"),
     (
@@ -85,9 +86,18 @@ def test_a_mode_that_would_give_wrong_rows_is_refused_with_the_way_out(
         check_modes(config(path, value))
 
 
+def test_cores_of_a_model_with_experts_are_refused() -> None:
+    several = config("parallel_config.data_parallel_size", 2)
+    several.parallel_config.data_parallel_size_local = 2
+    several.model_config.is_moe = True
+    (reason,) = list_refused_modes(several)
+    assert reason.startswith(EXPERTS)
+
+
 def test_every_refused_mode_is_listed_here() -> None:
     assert {reason.partition(" (")[0] for reason, _ in REFUSED_MODES} == {
-        mode for *_, mode in MODES
+        *(mode for *_, mode in MODES),
+        EXPERTS,
     }
 
 
