@@ -319,11 +319,15 @@ class EngineFeed:
         self, *, deliver: Deliver, on_change: Callable[[], None], observers: Sequence[Observer]
     ) -> None:
         self.watched: dict[int, bool] = {}  # see RingFeed
+        # True while the rings of all engine cores are read. Kept, because it is asked for every
+        # token.
+        self.is_attached = False
+        self._noting, self._on_change = threading.Lock(), on_change
         self.on_targets: Callable[[RingTargets], None] | None = None
         self._make_ring = functools.partial(
             RingFeed,
             deliver=deliver,
-            on_change=on_change,
+            on_change=self._note_change,
             observers=observers,
             watched=self.watched,
             observing=threading.Lock(),
@@ -331,15 +335,20 @@ class EngineFeed:
         # By the number of the engine core. Those of cores that an engine had, and its successor
         # has not, stay for their counts.
         self._rings = [self._make_ring()]
+        self.rings = tuple(self._rings)  # of the cores that there are; one until some are found
         self._targets: RingTargets = {}
         self._is_started = False
         self._lost_elsewhere_s: float | None = None
         self._is_engine_ending = False
 
-    @property
-    def rings(self) -> Sequence[RingFeed]:
-        """Of the engine cores that there are; one until the first is found."""
-        return self._rings[: max(1, len(self._targets))]
+    def _note_change(self) -> None:
+        """From any of the threads, when its ring was attached or lost."""
+        self._find_attached()
+        self._on_change()
+
+    def _find_attached(self) -> None:
+        with self._noting:  # what is found last is written last
+            self.is_attached = all(ring.is_attached for ring in self.rings)
 
     def start(self) -> None:
         self._is_started = True
@@ -367,16 +376,13 @@ class EngineFeed:
             if self._is_started:
                 ring.start()
         self._targets = dict(targets)
+        self.rings = tuple(self._rings[: max(1, len(targets))])
+        self._find_attached()
         paths: list[Path | None] = [*targets, *[None] * (len(self._rings) - len(targets))]
         for ring, path in zip(self._rings, paths, strict=True):
             ring.set_target(path, start="oldest" if path is None else targets[path])
         if self.on_targets is not None:
             self.on_targets(self._targets)
-
-    @property
-    def is_attached(self) -> bool:
-        """True while the rings of all engine cores are read."""
-        return all(ring.is_attached for ring in self.rings)
 
     @property
     def is_stalled(self) -> bool:
@@ -394,6 +400,8 @@ class EngineFeed:
     @property
     def bank(self) -> ring_messages.Bank | None:
         """Of the newest record; a change reaches the engine cores one after the other."""
+        if len(self.rings) == 1:
+            return self.rings[0].bank
         banks = [ring.bank for ring in self.rings if ring.bank is not None]
         return max(banks, key=lambda bank: bank.version, default=None)
 
