@@ -18,11 +18,16 @@ import torch
 
 from clairai.engine.core_control import CoreControl
 from clairai.engine.worker_control import answer_control
-from clairai.weights.check_manifest import EngineTensors, ExpectedTensor
+from clairai.weights.check_manifest import EngineTensors, ExpectedTensor, TensorGroups
 from clairai.weights.manifest import CPU, Manifest, encode_manifest
 from clairai.weights.pack import HostPacker, TensorSpec, plan_buffers
 from clairai.weights.pending_transfer import OpenDeviceBuffer
-from clairai.weights.receive import WeightsControl, WeightsUpdater, refuse_device_buffer
+from clairai.weights.receive import (
+    RankPlace,
+    WeightsControl,
+    WeightsUpdater,
+    refuse_device_buffer,
+)
 from clairai.weights.room import LoadNeeds
 from clairai.wire import control_messages, weights_messages
 
@@ -73,6 +78,9 @@ class ToyLlm:
         step_publisher: Any = None,
         core_control: CoreControl | None = None,
         gpu: tuple[str, OpenDeviceBuffer] = (CPU, refuse_device_buffer),
+        *,
+        place: RankPlace | None = None,
+        find_groups: TensorGroups | None = None,
     ) -> None:
         self.core_control = core_control or CoreControl(None, ())
         self.model = weights(0)
@@ -81,7 +89,15 @@ class ToyLlm:
         self.resets = 0
         self.messages: list[bytes] = []
         self.step_publisher = step_publisher
-        self.updater = WeightsUpdater(folder, *gpu, EXPECTED, self._load, lambda: self.needs)
+        self.updater = WeightsUpdater(
+            folder,
+            *gpu,
+            EXPECTED,
+            self._load,
+            lambda: self.needs,
+            place=place,
+            find_groups=find_groups,
+        )
 
     def _load(self, named: list[tuple[str, Any]]) -> None:
         for count, (name, tensor) in enumerate(named):
@@ -93,7 +109,10 @@ class ToyLlm:
         """Does nothing, like the engine's own."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.updater.receive(update_info["manifest"].encode())
+        if "prepared" in update_info:
+            self.updater.apply(update_info["prepared"])
+        else:
+            self.updater.receive(update_info["manifest"].encode())
 
     def finish_weight_update(self) -> None:
         """Does nothing, like the engine's own."""
@@ -101,10 +120,14 @@ class ToyLlm:
     def collective_rpc(self, method: str, args: tuple[bytes]) -> list[bytes]:
         assert method == "clairai_control"
         self.messages.append(args[0])
+        return self.core_control.control(args[0], self.ask_ranks)
+
+    def ask_ranks(self, message: bytes) -> list[bytes]:
+        return [self.answer(message)]
+
+    def answer(self, message: bytes) -> bytes:
         handover = WeightsControl(self, self.updater, self.step_publisher)
-        return self.core_control.control(
-            args[0], lambda sent: [answer_control(self.step_publisher, sent, None, handover)]
-        )
+        return answer_control(self.step_publisher, message, None, handover)
 
     @property
     def asked(self) -> list[Any]:
@@ -129,6 +152,25 @@ class ToyLlm:
     @property
     def epoch(self) -> str:
         return self.updater.state().epoch
+
+
+class ToyRanks(ToyLlm):
+    """An engine of several ranks; the first one is the engine that a Sender sees."""
+
+    def __init__(self, folder: Path, num_ranks: int) -> None:
+        epoch, devices = secrets.randbits(63), (CPU,) * num_ranks
+        first, *others = (RankPlace(devices, rank, epoch) for rank in range(num_ranks))
+        super().__init__(
+            folder, core_control=CoreControl(None, (), num_ranks=num_ranks), place=first
+        )
+        self.ranks = [self, *(ToyLlm(folder, place=place) for place in others)]
+
+    def ask_ranks(self, message: bytes) -> list[bytes]:
+        return [rank.answer(message) for rank in self.ranks]
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.updater.close()
 
 
 def damage_packed_buffers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from clairai.local.heartbeat import VARIABLE
 from clairai.wire.control_messages import CONTROL_METHOD
 
 TRANSFER_BACKEND: Final = "clairai_ipc"  # of --weight-transfer-config
+UPDATE_METHOD: Final = "update_weights"  # of vLLM's worker, and of our backend there
 # usage/usage_lib.py UsageContext, 0.26 and 0.32: engines whose outputs Python code gets itself.
 OFFLINE: Final = ("LLM_CLASS", "ENGINE_CONTEXT")
 
@@ -58,7 +59,7 @@ def install_hooks() -> None:
 
         install_heartbeat(EngineCoreProc, (EngineCoreRequestType.WAKEUP, None))
     _wrap_prefix_cache()
-    _register_backend()
+    register_backend()
 
 
 def accepts_weights(vllm_config: Any) -> bool:
@@ -155,21 +156,27 @@ def _wrap_preprocess_add_request(original: Any) -> Any:
 
 
 def _wrap_collective_rpc(original: Any) -> Any:
-    from clairai.compat.engine_core import get_core_control
+    from clairai.compat.engine_core import get_core_control, update_weights
     from clairai.compat.loop_heartbeat import expect_long_call
     from clairai.compat.pipeline_stages import put_publisher_first
 
     @functools.wraps(original)
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        if method != CONTROL_METHOD or not is_enabled_for(self.vllm_config):
+        is_ours = is_enabled_for(self.vllm_config)
+        is_update = is_ours and method == UPDATE_METHOD and accepts_weights(self.vllm_config)
+        if not is_update and (method != CONTROL_METHOD or not is_ours):
             with expect_long_call(self, method, ()):
                 return original(self, method, *args, **kwargs)
         call = inspect.signature(original).bind(self, method, *args, **kwargs)
 
         def ask_workers(message: bytes) -> Any:
-            call.arguments["args"] = (message,)
-            return put_publisher_first(self.vllm_config, original(*call.args, **call.kwargs))
+            timeout_s = call.arguments.get("timeout")
+            replies = original(self, CONTROL_METHOD, timeout_s, (message,))
+            return put_publisher_first(self.vllm_config, replies)
 
+        if is_update:
+            with expect_long_call(self, method, ()):
+                return update_weights(self, call.arguments, ask_workers)
         (message,) = call.arguments["args"]
         with expect_long_call(self, method, call.arguments["args"]):
             return get_core_control(self).control(message, ask_workers)
@@ -189,10 +196,24 @@ def _wrap_prefix_cache() -> None:
     cache.get_computed_blocks = capture_setup.wrap_get_computed_blocks(cache.get_computed_blocks)
 
 
-def _register_backend() -> None:
+def register_backend() -> None:
     """By name alone: vLLM imports the backend when a config asks for it."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
         module = "clairai.compat.weight_transfer"
         WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, module, "ClairaiIpcEngine")
+    register_trainer()
+
+
+def register_trainer() -> None:
+    """The trainer's side, by name alone too.
+
+    WeightTransferTrainerFactory  distributed/weight_transfer/factory.py  0.28 to 0.32:113
+    """
+    from vllm.distributed.weight_transfer import factory
+
+    trainers = getattr(factory, "WeightTransferTrainerFactory", None)
+    if trainers is not None and TRANSFER_BACKEND not in trainers._registry:
+        module = "clairai.compat.weight_trainer"
+        trainers.register_engine(TRANSFER_BACKEND, module, "ClairaiTrainerEngine")

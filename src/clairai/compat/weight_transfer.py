@@ -13,11 +13,15 @@ checked, so a step of the model runs before it or after it, never in between. Ru
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -27,36 +31,61 @@ from vllm.distributed.weight_transfer.base import (
 
 from clairai.compat.engine_core import get_settings
 from clairai.compat.install import TRANSFER_BACKEND
-from clairai.errors import UnsupportedError
+from clairai.errors import UnsupportedError, WeightsError
 from clairai.local.free_memory import untouched_bytes
 from clairai.local.private_socket import runtime_dir
 from clairai.weights import checkpoint
 from clairai.weights.check_manifest import ExpectedTensor
 from clairai.weights.manifest import CPU
-from clairai.weights.receive import WeightsControl, WeightsUpdater, refuse_device_buffer
+from clairai.weights.receive import (
+    RankPlace,
+    WeightsControl,
+    WeightsUpdater,
+    make_epoch,
+    refuse_device_buffer,
+)
 from clairai.weights.room import LoadNeeds
-from clairai.weights.torch_buffers import DTYPE_NAMES, ReceivedDeviceBuffer
+from clairai.weights.torch_buffers import DTYPE_NAMES, DTYPES, ReceivedDeviceBuffer
+from clairai.weights.trainer_session import write_state
 
 # How often a layer is in memory while it is loaded: its new tensors and their processed form, and
 # as much again for temporaries. vLLM's CPU build takes 2 for float32, measured.
 LOAD_COPIES: Final = 4
 PLAIN_GPU_COPIES: Final = 2  # on a GPU, layers that are not quantised are only copied
+_CARD_BYTES: Final = 8192
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_RELOAD_LOG: Final = "vllm.model_executor.model_loader.reload.layerwise"
+_log: Final = logging.getLogger(__name__)
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Empty: the manifest of a transfer says everything."""
+    """May be empty: the manifest of a transfer says everything.
+
+    vLLM's trainers get no answer: one that gives a `session` finds the engine's state in a file of
+    that name (weights/trainer_session.py). `packed`, which vLLM's own trainer sends, means nothing
+    here: buffers are always packed.
+    """
+
+    session: str = ""
+    packed: bool = False
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The manifest as JSON text; its buffers have arrived on the socket before."""
+    """The manifest as JSON text, whose buffers have arrived on the socket before.
 
-    manifest: str
+    The engine core takes a `plan` or a `manifest`. It prepares the latter on all ranks, and gives
+    them the transfer that is `prepared`.
+    """
+
+    manifest: str = ""
+    plan: str = ""
+    prepared: str = ""
 
 
 class ClairaiIpcEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """Takes the weights of the whole model in one call, or none of them."""
+    """Takes new weights in one call, on this rank; the engine core sees to all ranks or none."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -64,19 +93,25 @@ class ClairaiIpcEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
-        _check_single_rank(vllm_config)
-        gpu = _gpu_uuid(device)
+        gpu, expected = _gpu_uuid(device), list_model_tensors(vllm_config)
+        folder = self._folder = runtime_dir(get_settings(vllm_config).runtime_dir)
+        place = _find_place(vllm_config, gpu, folder)
+        self._groups: tuple[frozenset[str], ...] | None = None
         self.updater = WeightsUpdater(
-            runtime_dir(get_settings(vllm_config).runtime_dir),
+            folder,
             gpu,
             refuse_device_buffer if gpu == CPU else _make_device_opener(gpu, device),
-            list_model_tensors(vllm_config),
+            expected,
             self._load,
-            lambda: measure_needs(self.model, vllm_config, device),
+            lambda: _for_all_ranks(measure_needs(self.model, vllm_config, device), place),
+            place=place,
+            find_groups=lambda: self._find_groups(expected),
         )
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Nothing to do: the socket is there from the start."""
+        """Say where the sockets are; they are there from the start."""
+        if init_info.session and self.updater.receiver.place.rank == 0:
+            write_state(self._folder, init_info.session, self.updater.state())
 
     def start_weight_update(self) -> None:
         """Nothing to do yet: the model stays whole until everything has been checked."""
@@ -89,18 +124,31 @@ class ClairaiIpcEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        self.updater.receive(update_info.manifest.encode())
+        if update_info.prepared:
+            self.updater.apply(update_info.prepared)
+        elif len(self.updater.receiver.place.devices) > 1:
+            raise WeightsError("one rank cannot take a manifest alone; send it to the engine")
+        else:
+            self.updater.receive(update_info.manifest.encode())
 
     def shutdown(self) -> None:
         self.updater.close()
 
     @staticmethod
-    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:  # noqa: ARG004
-        """Abstract in vLLM 0.26, so it must exist; `clairai.weights.Sender` sends instead."""
-        raise UnsupportedError("send with clairai.weights.Sender(url).send(named_tensors)")
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """As a trainer of vLLM 0.26 calls it, between start_weight_update and its finish."""
+        from clairai.compat.weight_trainer import send_weights
+
+        send_weights(iterator, trainer_args)
 
     def _load(self, weights: list[tuple[str, Any]]) -> None:
         reload_model(self.model, self.model_config, weights)
+
+    def _find_groups(self, expected: Mapping[str, ExpectedTensor]) -> tuple[frozenset[str], ...]:
+        """Found when the first part of a model comes: most trainers send all of it."""
+        if self._groups is None:
+            self._groups = find_tensor_groups(self.model, self.model_config, expected)
+        return self._groups
 
 
 def get_weights_control(worker: Any) -> WeightsControl | None:
@@ -174,14 +222,60 @@ def _find_checkpoint(model_config: Any) -> Path:
     )
 
 
-def _check_single_rank(vllm_config: Any) -> None:
+def _find_place(vllm_config: Any, device: str, folder: Path) -> RankPlace:
+    """Meet the other ranks: all build their backend when they have loaded the model.
+
+    get_world_group().cpu_group    distributed/parallel_state.py   0.26 and 0.32
+    """
     parallel = vllm_config.parallel_config
-    ranks = parallel.world_size * parallel.data_parallel_size
-    if ranks != 1:
+    if parallel.data_parallel_size != 1:
         raise UnsupportedError(
-            f"backend {TRANSFER_BACKEND} serves engines of one rank, this one has {ranks}; "
-            "use vLLM's own nccl backend there"
+            f"backend {TRANSFER_BACKEND} serves engines without data parallelism, this one has "
+            f"{parallel.data_parallel_size} of them; start servers of their own"
         )
+    if parallel.world_size == 1:
+        return RankPlace((device,))
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    mine = _RankCard(make_epoch(), device, _BOOT_ID.read_text().strip(), str(folder))
+    cards = _exchange(mine, group.cpu_group, parallel.world_size)
+    if len({(card.machine, card.folder) for card in cards}) != 1:
+        raise UnsupportedError(
+            f"backend {TRANSFER_BACKEND} serves ranks of one machine with one runtime_dir; use "
+            "vLLM's own nccl backend, or an engine on each machine"
+        )
+    return RankPlace(tuple(card.device for card in cards), group.rank_in_group, cards[0].epoch)
+
+
+class _RankCard(msgspec.Struct, frozen=True):
+    """What a rank tells the others of itself; the epoch of the first is that of all."""
+
+    epoch: int
+    device: str
+    machine: str
+    folder: str
+
+
+def _exchange(mine: _RankCard, group: Any, count: int) -> list[_RankCard]:
+    """The cards of all ranks, in their order; as bytes, because torch would pickle objects."""
+    raw = msgspec.json.encode(mine)
+    sent_N = torch.zeros(_CARD_BYTES, dtype=torch.uint8)
+    sent_N[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    found = [torch.empty_like(sent_N) for _ in range(count)]
+    torch.distributed.all_gather(found, sent_N, group=group)
+    return [
+        msgspec.json.decode(bytes(each_N.tolist()).rstrip(b"\0"), type=_RankCard)
+        for each_N in found
+    ]
+
+
+def _for_all_ranks(needs: LoadNeeds, place: RankPlace) -> LoadNeeds:
+    """The ranks load at the same time, and share the machine's memory; each has its own GPU."""
+    count = len(place.devices)
+    return replace(
+        needs, host_nbytes=needs.host_nbytes * count, promised_nbytes=needs.promised_nbytes * count
+    )
 
 
 def _gpu_uuid(device: Any) -> str:
@@ -217,12 +311,99 @@ def _compile_checksums(stream: Any) -> None:
         checksums([torch.zeros(8, dtype=torch.uint8, device=stream.device)])
 
 
+def find_tensor_groups(
+    model: Any, model_config: Any, expected: Mapping[str, ExpectedTensor]
+) -> tuple[frozenset[str], ...]:
+    """The checkpoint's tensors that each layer of this rank's model is loaded from.
+
+    Found by loading a checkpoint without numbers, with loaders that only note what comes. vLLM's
+    reload makes a layer's tensors anew: one that is loaded in part would hold what nobody wrote.
+    A layer whose tensors cannot be followed makes one group of the whole model.
+    """
+    given = {
+        name: torch.empty(tensor.shape, dtype=DTYPES[tensor.dtypes[0]], device="meta")
+        for name, tensor in expected.items()
+    }
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in given.items()}
+    found: dict[Any, set[str | None]] = {}
+
+    def note(layer: Any, tensor: Any) -> None:
+        storage = tensor.untyped_storage()._cdata  # views of a tensor share it
+        found.setdefault(layer, set()).add(owners.get(storage))
+
+    whole = (frozenset(expected),)
+    try:
+        with _loaders_replaced(model, model_config, note):
+            model.load_weights(iter(given.items()))
+    except Exception:
+        _log.warning("it is not known which tensors a layer has: send whole sets", exc_info=True)
+        return whole
+    if any(None in names for names in found.values()):
+        return whole
+    return tuple({frozenset(filter(None, names)) for names in found.values()})
+
+
+@contextmanager
+def _loaders_replaced(model: Any, model_config: Any, note: Any) -> Iterator[None]:
+    """While vLLM's reload has put the model's tensors aside, replace what loads them.
+
+    initialize_layerwise_reload, finalize_layerwise_reload, get_layer_tensors
+    model_executor/model_loader/reload/{layerwise,utils}.py, 0.26 and 0.32
+    """
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+    from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+
+    def make_loader(layer: Any) -> Any:
+        def load(param: Any, loaded_weight: Any, *_: Any, **__: Any) -> bool:
+            del param
+            note(layer, loaded_weight)
+            return True  # experts ask whether it was theirs
+
+        return load
+
+    before: list[tuple[Any, Any]] = []
+    initialize_layerwise_reload(model)
+    try:
+        for layer in model.modules():
+            for tensor in get_layer_tensors(layer).values():
+                before.append((tensor, getattr(tensor, "weight_loader", None)))
+                tensor.weight_loader = make_loader(layer)
+        yield
+    finally:
+        for tensor, loader in reversed(before):
+            if loader is None:
+                del tensor.weight_loader
+            else:
+                tensor.weight_loader = loader
+        with _unloaded_layers_expected():
+            finalize_layerwise_reload(model, model_config)
+
+
+@contextmanager
+def _unloaded_layers_expected() -> Iterator[None]:
+    """vLLM warns of every layer that nothing was loaded for, and keeps it as it was."""
+    log = logging.getLogger(_RELOAD_LOG)
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "Failed to load weights" not in str(record.msg)
+
+    log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_other)
+
+
 def reload_model(model: Any, model_config: Any, weights: list[tuple[str, Any]]) -> None:
-    """Load a whole checkpoint's tensors into the running model, the way vLLM itself does.
+    """Load a checkpoint's tensors into the running model, the way vLLM itself does.
 
     Each layer is loaded and processed (quantised, repacked) as at start-up, then copied into the
-    tensors that compiled and captured graphs already point at. On return the copies are done, and
-    `weights` is empty: nothing here holds its tensors any longer.
+    tensors that compiled and captured graphs already point at; a layer for which nothing comes
+    stays as it is. On return the copies are done, and `weights` is empty: nothing here holds its
+    tensors any longer.
     """
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
@@ -235,7 +416,8 @@ def reload_model(model: Any, model_config: Any, weights: list[tuple[str, Any]]) 
         model.load_weights(weights)
     finally:
         # After a failure too: the model must be whole again before a retry.
-        finalize_layerwise_reload(model, model_config)
+        with _unloaded_layers_expected():
+            finalize_layerwise_reload(model, model_config)
         weights.clear()
     if device.type == "cpu":
         _repack_tied_heads(model)

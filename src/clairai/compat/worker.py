@@ -19,8 +19,6 @@ import os
 from collections.abc import Iterator, Sequence, Set
 from typing import Any, Final
 
-import msgspec
-
 from clairai.compat import check_engine, model_ops, model_sites, ranks, step_hooks
 from clairai.compat.block_norms import find_passed_norms
 from clairai.compat.capture_setup import make_capture, make_capture_resolver
@@ -56,7 +54,6 @@ from clairai.points import Point
 from clairai.probe.bank import EngineBank
 from clairai.settings import ResolvedSettings, Settings
 from clairai.weights.receive import ServedWeights, WeightsUpdater
-from clairai.wire import ring_messages
 
 MIN_STASH_ROWS: Final = 512
 # Methods of the worker that change the model's weights.
@@ -94,18 +91,16 @@ def prepare(worker: Any) -> None:
 def handle_control(worker: Any, message: bytes) -> bytes:
     """Answer `collective_rpc("clairai_control", (message,))`: see wire.control_messages.Control.
 
-    vLLM waits for a reply of every rank; only the one with the ring has more than a bank.
+    vLLM waits for a reply of every rank. Only the one with the ring has taps to speak of; those of
+    other stages follow changes of the bank, and all take weights.
     """
-    publisher = getattr(worker, "clairai_step_publisher", None)
     held = getattr(worker, "clairai_held_bank", None)
     with _end_with_a_rank(getattr(worker, "clairai_stage", None)):
-        if publisher is not None:
-            capture = getattr(worker, "clairai_capture", None)
-            return answer_control(publisher, message, capture, _find_weights_control(worker))
         if held is not None:
             return follow_control(held, message)
-    reason = "this worker has no taps: the engine was started without the clairai key, or disabled"
-    return msgspec.msgpack.encode(ring_messages.Refusal("unsupported", reason))
+        publisher = getattr(worker, "clairai_step_publisher", None)
+        capture = getattr(worker, "clairai_capture", None)
+        return answer_control(publisher, message, capture, _find_weights_control(worker))
 
 
 @contextlib.contextmanager
@@ -169,7 +164,6 @@ def _install_taps(worker: Any, resolved: ResolvedSettings) -> None:
     publisher: StepPublisher | None = None
     if stage.is_publisher:  # every rank of a stage holds the whole stream: one speaks for all
         publisher = worker.clairai_step_publisher = _make_publisher(worker, resolved, sites)
-        watch_weights(worker, publisher)
         listeners.append(publisher)
         if settings.capture_settings is not None:
             # After the publisher, because rules wait for the scores.
@@ -177,6 +171,7 @@ def _install_taps(worker: Any, resolved: ResolvedSettings) -> None:
             listeners.append(worker.clairai_capture)
     elif not stage.is_alone:
         worker.clairai_held_bank = HeldBank(tables, _make_bank(worker, resolved, sites))
+    watch_weights(worker, publisher)
     if listeners:
         repeat_path = RepeatPath() if publisher is None else publisher.repeat_path
         worker.clairai_inputs = step_hooks.connect_listeners(model_runner, listeners, repeat_path)
@@ -442,10 +437,11 @@ def _call_before(worker: Any, name: str, first: Any) -> None:
     setattr(worker, name, wrapped)
 
 
-def watch_weights(worker: Any, publisher: StepPublisher) -> None:
-    """Tell the publisher of every change of the model's weights, whoever makes it.
+def watch_weights(worker: Any, publisher: StepPublisher | None) -> None:
+    """Count every change of the model's weights, whoever makes it, and tell the publisher.
 
-    There is one count of them: a version never stands for two sets of weights.
+    There is one count of them: a version never stands for two sets of weights. Ranks without a
+    publisher count too, so that they know what they hold.
     """
     for name in (*_BACKEND_METHODS, *_VLLM_METHODS):
         original = getattr(worker, name, None)
@@ -453,7 +449,7 @@ def watch_weights(worker: Any, publisher: StepPublisher) -> None:
             setattr(worker, name, _with_weights_version(worker, publisher, original))
 
 
-def _with_weights_version(worker: Any, publisher: StepPublisher, original: Any) -> Any:
+def _with_weights_version(worker: Any, publisher: StepPublisher | None, original: Any) -> Any:
     is_vllms_own = original.__name__ in _VLLM_METHODS
 
     @functools.wraps(original)
@@ -463,13 +459,14 @@ def _with_weights_version(worker: Any, publisher: StepPublisher, original: Any) 
         try:
             return original(*args, **kwargs)
         finally:  # after a failure too: nobody can say how far it got
-            if updater is None:
-                publisher.set_weights_version((publisher.weights or 0) + 1)
-            else:
-                if is_vllms_own or (updater.is_torn and not was_torn):
-                    updater.served = ServedWeights(updater.served.version + 1)
-                if updater.served.version != publisher.weights:
-                    publisher.set_weights_version(updater.served.version)
+            if updater is not None and (is_vllms_own or (updater.is_torn and not was_torn)):
+                updater.served = ServedWeights(updater.served.version + 1)
+            if publisher is not None:
+                version = (publisher.weights or 0) + 1
+                if updater is not None:
+                    version = updater.served.version
+                if version != publisher.weights:
+                    publisher.set_weights_version(version)
 
     return wrapped
 

@@ -10,13 +10,20 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 import numpy as np
 
+from clairai import errors
 from clairai.engine.steer.steering_registry import SteeringRegistry
-from clairai.errors import ClairaiError, RequestError, SteeringOffError
+from clairai.errors import (
+    ClairaiError,
+    EngineGoneError,
+    RequestError,
+    SteeringOffError,
+    WeightsTornError,
+)
 from clairai.fields.catalog import rule_threshold
 from clairai.fields.rules import StopRule
 from clairai.fields.steer import SteerEntry, parse_entries
@@ -26,6 +33,7 @@ from clairai.probe.model import Probe, replace_checked_directions
 from clairai.vector.files import loads
 from clairai.vector.model import Vector
 from clairai.vector.safetensors_format import dumps
+from clairai.weights.manifest import changes_model, parse_manifest
 from clairai.wire import control_messages, ring_messages, steering_messages, weights_messages
 
 REMEMBERED_REFUSALS: Final = 1024
@@ -33,6 +41,11 @@ _DECODER: Final = msgspec.msgpack.Decoder(control_messages.Control)
 _REPLY_DECODER: Final = msgspec.msgpack.Decoder(control_messages.ControlReply)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _JSON_ENCODER: Final = msgspec.json.Encoder()
+_ERRORS: Final = {
+    kind.code: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, ClairaiError)
+}
 _TIER_NAMES: Final = ("base", "prefill", "decode")
 _STEERING_OFF: Final = (
     'this engine cannot steer; start it with "steering": true or "vectors": [files] '
@@ -43,9 +56,14 @@ _WORKER_ELSEWHERE: Final = ring_messages.Refusal(
     "unsupported", "the worker is in another process; send the rows in the message"
 )
 
+_FOR_RANKS: Final = ring_messages.Refusal(
+    "unsupported", "the engine core asks this of its ranks; send check, plan, verify or commit"
+)
+
 AskWorkers = Callable[[bytes], list[bytes]]
 AmendStream = Callable[[int, Sequence[SteerEntry]], list[int]]
 CheckWeights = Callable[[bytes], None]
+QuestionT = TypeVar("QuestionT", bound=weights_messages.WeightsQuestion)
 ReadBank = Callable[[], EngineBank | None]
 
 
@@ -59,13 +77,16 @@ class CoreControl:
         amend: AmendStream | None = None,
         guard: CheckWeights | None = None,
         bank: ReadBank = lambda: None,
+        num_ranks: int = 1,
     ) -> None:
         """`amend` changes the steering of a stream's running answers and returns their positions.
 
         `guard` raises if the weights of a manifest may not be committed now. `bank` gives the
         worker's bank if the worker is in this process; else its changes are followed by message.
+        New weights are loaded by all of `num_ranks` or by none.
         """
         self._read_bank = bank
+        self._num_ranks = num_ranks
         self._registry = registry
         self._amend = amend
         self._check_weights = guard
@@ -91,6 +112,8 @@ class CoreControl:
             return ask_workers(message)  # the workers say what is wrong with it
         if isinstance(control, weights_messages.WeightsControl):
             return [self._control_weights(control, ask_workers)]
+        if isinstance(control, weights_messages.RankControl):
+            return [_ENCODER.encode(_FOR_RANKS)]
         if isinstance(control, control_messages.RedirectProbesShared) and self._read_bank() is None:
             return [_ENCODER.encode(_WORKER_ELSEWHERE)]
         if not isinstance(control, steering_messages.SteeringControl):
@@ -178,14 +201,73 @@ class CoreControl:
                 control, weights_messages.CommitWeights
             ):
                 self._check_weights(control.manifest)
-            reply = ask_workers(_ENCODER.encode(self._with_known_vectors(control)))[0]
-            return self._follow_commit(reply)
+            return self._follow_commit(self._ask_ranks(control, _explain_death(ask_workers)))
         except ClairaiError as error:
             return _ENCODER.encode(ring_messages.Refusal(error.code, error.reason))
 
-    def _with_known_vectors(
-        self, control: weights_messages.WeightsControl
-    ) -> weights_messages.WeightsControl:
+    def _ask_ranks(
+        self, control: weights_messages.WeightsControl, ask_workers: AskWorkers
+    ) -> bytes:
+        """The reply of the first rank, or a refusal of any other."""
+        question = _ENCODER.encode(self._with_known_vectors(control))
+        if self._num_ranks == 1 or isinstance(
+            control, weights_messages.DescribeWeights | weights_messages.ListTensors
+        ):
+            return ask_workers(question)[0]
+        if not changes_model(parse_manifest(control.manifest)):
+            return ask_workers(question)[0]  # the first rank alone has the banks
+        match control:
+            case weights_messages.CommitWeights(manifest):
+                return self.commit_on_ranks(manifest, ask_workers, is_begun=False)
+            case weights_messages.PlanWeights(manifest):
+                # First of all, so that a plan that one rank refuses replaces none of another's.
+                checked = weights_messages.CheckWeights(manifest)
+                _require_all(ask_workers(_ENCODER.encode(self._with_known_vectors(checked))))
+        replies = ask_workers(question)
+        _require_all(replies)
+        return replies[0]
+
+    def commit_begun(self, manifest: bytes, ask_workers: AskWorkers) -> None:
+        """Commit a manifest in an update that a caller of vLLM's has begun, and will end.
+
+        That caller pauses the engine, or accepts that requests go on with other weights.
+        """
+        ask = _explain_death(ask_workers)
+        self._follow_commit(self.commit_on_ranks(manifest, ask, is_begun=True))
+
+    def commit_on_ranks(self, manifest: bytes, ask_workers: AskWorkers, *, is_begun: bool) -> bytes:
+        """All ranks load new weights, or none: each is prepared before the first one loads.
+
+        After that only vLLM's own loading can fail; then no rank may serve until a whole set comes.
+        `is_begun`: a caller of vLLM's begins the update and ends it.
+        """
+        prepare = self._with_known_vectors(weights_messages.PrepareWeights(manifest))
+        replies = ask_workers(_ENCODER.encode(prepare))
+        transfer = parse_manifest(manifest).transfer
+        try:
+            _require_all(replies)
+        except ClairaiError:
+            ask_workers(_ENCODER.encode(weights_messages.AbandonWeights(transfer)))
+            raise
+        apply = weights_messages.ApplyWeights(transfer, is_begun)
+        replies = ask_workers(_ENCODER.encode(apply))
+        outcomes = [_REPLY_DECODER.decode(reply) for reply in replies]
+        loaded = [one for one in outcomes if isinstance(one, weights_messages.WeightsCommitted)]
+        if len(loaded) == len(outcomes) and len({one.digest for one in loaded}) == 1:
+            return replies[0]
+        refused = [one for one in outcomes if isinstance(one, ring_messages.Refusal)]
+        is_untouched = not loaded and all(one.code != WeightsTornError.code for one in refused)
+        if not is_untouched:
+            ask_workers(_ENCODER.encode(weights_messages.TearWeights()))
+            reasons = "; ".join(dict.fromkeys(one.reason for one in refused))
+            raise WeightsTornError(
+                f"{len(loaded)} of {len(outcomes)} ranks have the new weights: "
+                f"{reasons or 'they differ'}; send a whole set of weights, or restart the engine"
+            )
+        _require_all(replies)
+        raise AssertionError("a rank refused, or all have loaded")
+
+    def _with_known_vectors(self, control: QuestionT) -> QuestionT:
         """Tell the workers which vectors can be replaced, whatever the sender said of them."""
         vectors = () if self._registry is None else self._registry.vectors()
         known = [
@@ -261,6 +343,35 @@ class CoreControl:
         self._probes = probes
         if self._registry is not None:
             self._registry.set_probes(probes)
+
+
+def encode_plan(manifest: bytes) -> bytes:
+    """The control message that plans a transfer."""
+    return _ENCODER.encode(weights_messages.PlanWeights(manifest))
+
+
+def _explain_death(ask_workers: AskWorkers) -> AskWorkers:
+    """Ranks reply to everything: a question that raises has lost one of them, and vLLM ends."""
+
+    def ask(message: bytes) -> list[bytes]:
+        try:
+            return ask_workers(message)
+        except Exception as error:
+            raise EngineGoneError(
+                f"a rank has ended while it was asked about weights ({error}): vLLM ends the "
+                f"engine, and nothing more is answered; start it again"
+            ) from error
+
+    return ask
+
+
+def _require_all(replies: Sequence[bytes]) -> None:
+    """Raise the first refusal among the replies of the ranks."""
+    for rank, reply in enumerate(replies):
+        outcome = _REPLY_DECODER.decode(reply)
+        if isinstance(outcome, ring_messages.Refusal):
+            where = f"rank {rank}: " if rank else ""
+            raise _ERRORS.get(outcome.code, ClairaiError)(f"{where}{outcome.reason}")
 
 
 def _replace_rows(vector: Vector, new: weights_messages.NewRows) -> Vector:

@@ -44,31 +44,45 @@ _BANK_CONTROL: Final = (
     control_messages.RedirectProbesShared,
 )
 BankHolder = StepPublisher | HeldBank
+_NO_TAPS: Final = ring_messages.Refusal(
+    "unsupported",
+    "this worker has no taps: the engine was started without the clairai key, or disabled",
+)
 
 
 class WeightsReceiver(Protocol):
     """Takes new weights."""
 
-    def answer(self, control: weights_messages.WeightsControl) -> weights_messages.WeightsReply: ...
+    def answer(
+        self, control: weights_messages.WeightsControl | weights_messages.RankControl
+    ) -> weights_messages.WeightsReply: ...
 
 
 def answer_control(
-    step_publisher: StepPublisher,
+    step_publisher: StepPublisher | None,
     message: bytes,
     capture: WorkerCapture | None = None,
     weights: WeightsReceiver | None = None,
 ) -> bytes:
-    """The encoded reply; `capture` and `weights` are None in an engine not started for them."""
+    """The encoded reply; `capture` and `weights` are None in an engine not started for them.
+
+    Only the first rank has a `step_publisher`. The others take weights, and nothing else.
+    """
     try:
         control = _DECODER.decode(message)
-        if isinstance(control, capture_messages.CaptureControl):
-            reply: control_messages.ControlReply = _answer_capture(capture, control)
+        reply: control_messages.ControlReply = _NO_TAPS
+        if step_publisher is None and weights is None:
+            pass
+        elif isinstance(control, weights_messages.WeightsControl | weights_messages.RankControl):
+            reply = _answer_weights(weights, control)
+        elif step_publisher is None:
+            pass
+        elif isinstance(control, capture_messages.CaptureControl):
+            reply = _answer_capture(capture, control)
         elif isinstance(control, weights_messages.FindVersions):
             reply = weights_messages.Versions(
                 tuple(map(step_publisher.first_weights_of, control.streams))
             )
-        elif isinstance(control, weights_messages.WeightsControl):
-            reply = _answer_weights(weights, control)
         else:
             reply = _answer_probes(step_publisher, control)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -107,7 +121,8 @@ def _answer_capture(
 
 
 def _answer_weights(
-    weights: WeightsReceiver | None, control: weights_messages.WeightsControl
+    weights: WeightsReceiver | None,
+    control: weights_messages.WeightsControl | weights_messages.RankControl,
 ) -> weights_messages.WeightsReply:
     if weights is None:
         raise WeightsOffError(_WEIGHTS_OFF)

@@ -58,6 +58,8 @@ def _explain_missing_taps() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # which one depends on where vLLM keeps the worker
+        if type(error).__name__ == "EngineDeadError":  # v1/engine/exceptions.py, 0.26 and 0.32
+            raise errors.EngineGoneError("vLLM has ended the engine; start it again") from error
         if CONTROL_METHOD not in str(error):
             raise
         raise errors.UnsupportedError(

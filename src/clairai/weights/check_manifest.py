@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, NamedTuple
@@ -34,13 +34,21 @@ class ExpectedTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
+# The tensors that one layer of vLLM holds, for each of them: they come together or not at all.
+TensorGroups = Callable[[], Sequence[frozenset[str]]]
+
+
 @dataclass(frozen=True)
 class EngineTensors:
-    """What the engine accepts, by name: the model's tensors and, with prefixes, the banks'."""
+    """What the engine accepts, by name: the model's tensors and, with prefixes, the banks'.
+
+    `find_groups` is called for a part of the model. Without it, only the whole model is accepted.
+    """
 
     epoch: str
     device: str
     expected: Mapping[str, ExpectedTensor]
+    find_groups: TensorGroups | None = None
 
     @property
     def max_nbytes(self) -> int:
@@ -137,16 +145,32 @@ def _check_name(name: str, engine: EngineTensors) -> None:
 
 
 def _check_complete(names: set[str], engine: EngineTensors) -> None:
-    """All of the model or none of it: vLLM fuses tensors, and half a layer would be noise."""
+    """Whole layers or nothing of them: vLLM fuses tensors, and half a layer would be noise."""
     if all(kind_of(name) != "model" for name in names):
         return
     model = [name for name in engine.expected if kind_of(name) == "model"]
     missing = [name for name in model if name not in names]
-    if 0 < len(missing) < len(model):
+    if not missing:
+        return
+    groups = [frozenset(model)] if engine.find_groups is None else engine.find_groups()
+    for group in groups:
+        _check_group(names, group, model)
+
+
+def _check_group(names: set[str], group: frozenset[str], model: Sequence[str]) -> None:
+    missing = group - names
+    if not missing or len(missing) == len(group):
+        return
+    if len(group) < len(model):
         raise WeightsError(
-            f"{len(missing)} of the model's {len(model)} tensors are missing, "
-            f"{quote(missing[0])} first; send all of them, or none"
+            f"{quote(min(missing))} is missing: one layer of vLLM holds it with "
+            f"{quote(min(group & names))}; send all {len(group)} tensors of that layer, or none"
         )
+    first = next(name for name in model if name in missing)
+    raise WeightsError(
+        f"{len(missing)} of the model's {len(model)} tensors are missing, {quote(first)} first; "
+        f"send all of them, or none"
+    )
 
 
 def _check_tensor(tensor: PlannedTensor, expected: ExpectedTensor) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -22,6 +22,7 @@ ANSWER_TIMEOUT_S: Final = 600.0
 DRAIN_TIMEOUT_S: Final = 300.0  # the old weights go on serving if requests run longer
 
 
+@runtime_checkable
 class EngineClient(Protocol):
     """The questions a sender asks about a manifest."""
 

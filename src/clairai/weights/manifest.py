@@ -35,6 +35,8 @@ ITEM_BYTES: Final[dict[str, int]] = dict(
 _Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_I64)]
 _Hex16 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 _Hex32 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+_Device = Annotated[str, msgspec.Meta(pattern=r"^(cpu|[0-9a-f]{32})\Z")]
+MAX_RANKS: Final = 1 << 10
 
 
 class PlannedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,7 +57,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: Literal[1]
     transfer: _Hex32
     epoch: _Hex16  # of the target engine
-    device: Annotated[str, msgspec.Meta(pattern=r"^(cpu|[0-9a-f]{32})\Z")]  # of the buffers
+    # Of the buffers; of each rank's own, if the ranks of the engine have several GPUs.
+    device: _Device | Annotated[tuple[_Device, ...], msgspec.Meta(max_length=MAX_RANKS)]
     buffers: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_BUFFERS)]  # bytes of each
     tensors: Annotated[tuple[PlannedTensor, ...], msgspec.Meta(max_length=MAX_TENSORS)]
     label: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:/@+-]{0,128}\Z")] = ""
@@ -81,6 +84,18 @@ def parse_manifest(raw: bytes) -> Manifest:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     return msgspec.json.encode(manifest)
+
+
+def for_rank(manifest: Manifest, rank: int, num_ranks: int) -> Manifest:
+    """The manifest as one rank sees it: `device` is where its own buffers are."""
+    if isinstance(manifest.device, str):
+        return manifest
+    if len(manifest.device) != num_ranks:
+        raise WeightsError(
+            f"buffers for {len(manifest.device)} ranks, and the engine has {num_ranks}; ask it "
+            f"again"
+        )
+    return msgspec.structs.replace(manifest, device=manifest.device[rank])
 
 
 def kind_of(name: str) -> str:

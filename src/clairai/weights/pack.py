@@ -5,7 +5,7 @@ Runs in: the trainer. A tensor is read when its buffer is packed, and not before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -49,14 +49,14 @@ def plan_buffers(
     *,
     transfer: str,
     epoch: str,
-    device: str,
+    device: str | tuple[str, ...],
     label: str = "",
     buffer_bytes: int = HOST_BUFFER_BYTES,
 ) -> Manifest:
     """Place tensors one after the other; a full buffer is followed by a new one.
 
     A tensor that is larger than `buffer_bytes` gets a buffer of its own. `device` is where the
-    buffers are: the UUID of a GPU, or `cpu`.
+    buffers are: the UUID of a GPU, one for each rank of an engine that has several, or `cpu`.
     """
     tensors: list[PlannedTensor] = []
     buffers: list[int] = []
@@ -99,6 +99,29 @@ def open_sources(named: NamedTensors, opened: ExitStack) -> list[TensorSource]:
         return _sources_of_folder(Path(named), opened)
     pairs = _named_pairs(named)
     return [_source_of_tensor(name, tensor) for name, tensor in pairs]
+
+
+def is_read_once(named: NamedTensors) -> bool:
+    """True for an iterator: its tensors may exist only until the next one is asked for."""
+    return isinstance(named, Iterator)
+
+
+def read_parts(pairs: Iterator[tuple[str, Any]], buffer_bytes: int) -> Iterator[list[TensorSource]]:
+    """Copy an iterator's tensors, a buffer's worth at a time: the next may use their memory.
+
+    FSDP shards are gathered as they come, by the thread that asks.
+    """
+    part: list[TensorSource] = []
+    nbytes = 0
+    for name, tensor in pairs:
+        copy = _gather(tensor if isinstance(tensor, torch.Tensor) else torch.as_tensor(tensor))
+        part.append(_source_of_tensor(name, copy.clone(memory_format=torch.contiguous_format)))
+        nbytes += copy.nbytes
+        if nbytes >= buffer_bytes:
+            yield part
+            part, nbytes = [], 0
+    if part:
+        yield part
 
 
 def _named_pairs(named: Any) -> Iterable[tuple[str, Any]]:
@@ -221,15 +244,21 @@ class DevicePacker:
         self._thread = ThreadPoolExecutor(1)
         self._blocks = [self._thread.submit(_allocate, size, device) for size in plan.buffers]
 
-    def begin(self, index: int) -> FillingBuffer:
-        """Start to fill a buffer; the tensors that are read must not change until it is full."""
+    def read(self, index: int) -> list[torch.Tensor]:
+        """Read the tensors of a buffer."""
+        return [_read(self._sources, tensor) for tensor in self._tensors[index]]
+
+    def begin(self, index: int, given: Sequence[torch.Tensor] | None = None) -> FillingBuffer:
+        """Start to fill a buffer; the tensors that are read must not change until it is full.
+
+        `given` are the tensors, if they have been read for another GPU already.
+        """
         tensors, block = self._tensors[index], self._blocks[index].result()
         bytes_N = torch_buffers.device_bytes(block, self._device)
         targets = [torch_buffers.tensor_bytes(bytes_N, tensor) for tensor in tensors]
         with torch.cuda.device(self._device):
-            spans = [
-                _flat_bytes(_read(self._sources, tensor).to(self._device)) for tensor in tensors
-            ]
+            found = self.read(index) if given is None else given
+            spans = [_flat_bytes(each.to(self._device)) for each in found]
             wait = device_checksum.begin_copy_and_checksum(spans, targets)
         return FillingBuffer(block.handle, partial(self._finish, tensors, wait))
 

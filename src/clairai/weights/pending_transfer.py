@@ -60,6 +60,15 @@ class TransferTracker:
         """Accept buffers of this plan from now on, and of no other."""
         self._replace(PendingTransfer(plan))
 
+    def forget(self, transfer: str) -> None:
+        """Accept no more buffers of this transfer; another that is expected stays."""
+        with self._lock:
+            found = self._expected
+            if found is None or found.plan.transfer != transfer:
+                return
+            self._expected = None
+        found.close()
+
     def drop(self) -> None:
         """Forget the plan and its buffers; a transfer that is being loaded stays open."""
         self._replace(None)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -24,16 +23,18 @@ from clairai.probe import model
 from clairai.probe.bank import EngineBank
 from clairai.vector.model import Vector
 from clairai.weights import check_manifest
-from clairai.weights.check_manifest import EngineTensors, ExpectedTensor
+from clairai.weights.check_manifest import EngineTensors, ExpectedTensor, TensorGroups
 from clairai.weights.checksum import load_native
 from clairai.weights.manifest import (
     CPU,
     PROBE_PREFIX,
     STEER_PREFIX,
     Manifest,
+    PlannedTensor,
     bank_name,
     changes_model,
     content_digest,
+    for_rank,
     kind_of,
     parse_manifest,
 )
@@ -59,32 +60,66 @@ class _VerifiedTransfer:
         return [(name, tensor) for name, tensor in self.tensors if kind_of(name) == kind]
 
 
+def make_epoch() -> int:
+    """A new epoch, of all ranks of an engine."""
+    return secrets.randbits(63) + 1
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Which rank of its engine a worker is, and where all of them are."""
+
+    devices: tuple[str, ...]  # "cpu", or the UUID of a GPU, by rank
+    rank: int = 0
+    epoch: int = field(default_factory=make_epoch)
+
+    @property
+    def device(self) -> str:
+        return self.devices[self.rank]
+
+
 class TransferReceiver:
-    """Checks manifests and the buffers that come for them over the socket."""
+    """Checks manifests and the buffers that come for them over the socket of this rank."""
 
     def __init__(
         self,
         folder: Path,
-        device: str,
+        place: RankPlace,
         get_expected: Callable[[], Mapping[str, ExpectedTensor]],
         open_device: OpenDeviceBuffer,
+        get_groups: TensorGroups | None = None,
     ) -> None:
         """`get_expected` is called each time: banks change."""
         load_native()  # compile it now: the first sender would wait for it
-        self.epoch = secrets.randbits(63) + 1
-        self.device = device
+        self.place = place
         self._get_expected = get_expected
-        self._tracker = TransferTracker(open_device, _make_copier(device))
-        self._server = BufferServer(folder, self.epoch, device, self._tracker)
+        self._get_groups = get_groups
+        self._tracker = TransferTracker(open_device, _make_copier(place.device))
+        self._server = BufferServer(
+            folder, place.epoch, place.device, self._tracker, rank=place.rank
+        )
+
+    @property
+    def epoch(self) -> int:
+        return self.place.epoch
+
+    @property
+    def device(self) -> str:
+        return self.place.device
 
     @property
     def path(self) -> Path:
         return self._server.path
 
     def check(self, raw: bytes) -> Manifest:
-        """Check a plan without touching a buffer."""
-        manifest = parse_manifest(raw)
-        engine = EngineTensors(f"{self.epoch:016x}", self.device, self._get_expected())
+        """Check a plan without touching a buffer; the manifest as this rank sees it."""
+        place = self.place
+        manifest = for_rank(parse_manifest(raw), place.rank, len(place.devices))
+        expected = self._get_expected()
+        if place.rank:  # the first rank has the banks, and says what they take
+            expected = {**expected, **_accept_banks(manifest)}
+        epoch = f"{place.epoch:016x}"
+        engine = EngineTensors(epoch, place.device, expected, self._get_groups)
         check_manifest.check_plan(manifest, engine)
         return manifest
 
@@ -98,9 +133,10 @@ class TransferReceiver:
         _check_transfer(manifest, self._tracker.peek(manifest.transfer))
         return manifest
 
-    @contextmanager
-    def open(self, raw: bytes, shared: SharedBytes | None = None) -> Iterator[_VerifiedTransfer]:
-        """Verify what arrived, or is `shared`; raises before a tensor can be seen."""
+    def take(
+        self, raw: bytes, shared: SharedBytes | None = None
+    ) -> tuple[_VerifiedTransfer, PendingTransfer]:
+        """Verify what arrived, or is `shared`, and keep it until `finish`."""
         manifest = self.check(raw)
         if shared is None:
             pending = self._tracker.take(manifest.transfer)
@@ -108,9 +144,18 @@ class TransferReceiver:
             pending = self._tracker.copy_shared(manifest, shared)
         try:
             _check_transfer(manifest, pending)
-            yield _verified(manifest, pending.buffers)
-        finally:
+            return _verified(manifest, pending.buffers), pending
+        except BaseException:
             self._tracker.finish(pending)
+            raise
+
+    def finish(self, pending: PendingTransfer) -> None:
+        """What was taken has been loaded, or will not be."""
+        self._tracker.finish(pending)
+
+    def forget(self, transfer: str) -> None:
+        """Accept no more buffers of this plan."""
+        self._tracker.forget(transfer)
 
     def close(self) -> None:
         self._server.close()
@@ -123,6 +168,14 @@ def _make_copier(device: str) -> BufferCopier:
     from clairai.weights.torch_buffers import pinned_bytes
 
     return BufferCopier(pinned_bytes)
+
+
+def _accept_banks(manifest: Manifest) -> dict[str, ExpectedTensor]:
+    return {
+        tensor.name: ExpectedTensor((tensor.dtype,), tensor.shape)
+        for tensor in manifest.tensors
+        if kind_of(tensor.name) != "model"
+    }
 
 
 def _check_transfer(manifest: Manifest, pending: PendingTransfer) -> None:
@@ -156,6 +209,8 @@ class ServedWeights:
     digest: str = ""
     nbytes: int = 0
     load_s: float = 0.0
+    # What is known of the content: all of it after a whole set, what has come since after a part.
+    tensors: Mapping[str, PlannedTensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -179,8 +234,20 @@ class _BankChanges:
     vector_rows: tuple[weights_messages.NewRows, ...] = ()
 
 
+@dataclass(frozen=True)
+class _PreparedTransfer:
+    """All that is needed to load a transfer, checked."""
+
+    transfer: _VerifiedTransfer
+    pending: PendingTransfer
+    changes: _BankChanges
+
+
 class WeightsUpdater:
-    """Loads transfers into the model; `load` replaces all tensors of the model."""
+    """Loads transfers into the model; `load` replaces those tensors of the model that it is given.
+
+    `find_groups` says which tensors have to come together; without it, all of them.
+    """
 
     def __init__(
         self,
@@ -190,6 +257,9 @@ class WeightsUpdater:
         model_tensors: Mapping[str, ExpectedTensor],
         load: Callable[[list[tuple[str, Any]]], None],
         measure_needs: MeasureNeeds = LoadNeeds,
+        *,
+        place: RankPlace | None = None,
+        find_groups: TensorGroups | None = None,
     ) -> None:
         self.served = ServedWeights()
         self.is_torn = False  # a load stopped half-way: only a whole set repairs it
@@ -199,7 +269,11 @@ class WeightsUpdater:
         self._load = load
         self._measure_needs = measure_needs
         self._expected: tuple[object, Mapping[str, ExpectedTensor]] | None = None
-        self.receiver = TransferReceiver(folder, device, self.expected_tensors, open_device)
+        self._prepared: _PreparedTransfer | None = None
+        place = place or RankPlace((device,))
+        self.receiver = TransferReceiver(
+            folder, place, self.expected_tensors, open_device, find_groups
+        )
 
     def expected_tensors(self) -> Mapping[str, ExpectedTensor]:
         """Everything that can be sent now, by name."""
@@ -230,29 +304,74 @@ class WeightsUpdater:
 
     def receive(self, raw: bytes) -> None:
         """Load one manifest; on an error nothing has changed, or `is_torn` is set."""
+        self.apply(self.prepare(raw))
+
+    def prepare(self, raw: bytes) -> str:
+        """Take what arrived for a manifest and check all of it; the transfer, for `apply`.
+
+        Nothing changes yet, and nothing is left to check: `apply` only loads.
+        """
         self.changes = _BankChanges()
+        self._drop_prepared()
         try:
-            self._receive(raw)
+            transfer, pending = self.receiver.take(raw, self.banks.shared)
+            try:
+                self._prepared = self._check_prepared(transfer, pending)
+            except BaseException:
+                self.receiver.finish(pending)
+                raise
         except WeightsError as error:
             if self.is_torn:  # by an earlier load
                 raise WeightsTornError(f"{error.reason}; and the weights are in pieces") from error
             raise
+        return transfer.manifest.transfer
 
-    def _receive(self, raw: bytes) -> None:
-        with self.receiver.open(raw, self.banks.shared) as transfer:
-            weights = transfer.of_kind("model")
-            if self.is_torn and not weights:
-                raise WeightsError("this brings no weights of the model")
-            changes = self._check_banks(transfer)  # raises before anything changes
-            began_s = time.perf_counter()
+    def _check_prepared(
+        self, transfer: _VerifiedTransfer, pending: PendingTransfer
+    ) -> _PreparedTransfer:
+        weights = transfer.of_kind("model")
+        if self.is_torn and len(weights) < len(self._model_tensors):
+            what = "a part" if weights else "no weights"
+            raise WeightsError(f"this brings {what} of the model")
+        changes = self._check_banks(transfer)
+        if weights:
+            # Once more: others may have taken the memory since the plan.
+            require_engine_room(0, self._measure_needs())
+        return _PreparedTransfer(transfer, pending, changes)
+
+    def apply(self, transfer: str) -> None:
+        """Load what was prepared; on an error nothing has changed, or `is_torn` is set."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or prepared.transfer.manifest.transfer != transfer:
+            raise WeightsError(f"transfer {transfer} is not prepared here; send it again")
+        try:
+            weights, began_s = prepared.transfer.of_kind("model"), time.perf_counter()
+            is_whole = len(weights) == len(self._model_tensors)
             if weights:
-                # Once more: others may have taken the memory since the plan.
-                require_engine_room(0, self._measure_needs())
                 self.is_torn = True
                 self._load(weights)
                 self.is_torn = False
-            self.served = _next_served(self.served, transfer, time.perf_counter() - began_s)
-            self.changes = changes
+            load_s = time.perf_counter() - began_s
+            self.served = _next_served(self.served, prepared.transfer, load_s, is_whole)
+            self.changes = prepared.changes
+        finally:
+            self.receiver.finish(prepared.pending)
+
+    def abandon(self, transfer: str) -> None:
+        """Forget a transfer that was planned or prepared; the old weights go on serving."""
+        self.receiver.forget(transfer)
+        if self._prepared is not None and self._prepared.transfer.manifest.transfer == transfer:
+            self._drop_prepared()
+
+    def tear(self) -> None:
+        """Another rank has other weights: only a whole set makes the engine whole again."""
+        self.is_torn = True
+        self.served = ServedWeights(self.served.version + 1)
+
+    def _drop_prepared(self) -> None:
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            self.receiver.finish(prepared.pending)
 
     def _check_banks(self, transfer: _VerifiedTransfer) -> _BankChanges:
         probe_rows = self._read_probes(transfer.of_kind("probe"))
@@ -288,9 +407,11 @@ class WeightsUpdater:
             num_tensors=len(self.expected_tensors()),
             is_torn=self.is_torn,
             socket=str(self.receiver.path),
+            devices=self.receiver.place.devices,
         )
 
     def close(self) -> None:
+        self._drop_prepared()
         self.receiver.close()
 
 
@@ -310,19 +431,28 @@ class WeightsControl:
     def __init__(self, worker: _VllmWorker, updater: WeightsUpdater, publisher: Any) -> None:
         self._worker, self._updater, self._publisher = worker, updater, publisher
 
-    def answer(self, control: weights_messages.WeightsControl) -> weights_messages.WeightsReply:
+    def answer(
+        self, control: weights_messages.WeightsControl | weights_messages.RankControl
+    ) -> weights_messages.WeightsReply:
         shared = control.lent if isinstance(control, weights_messages.CommitWeights) else None
         self._updater.banks = Banks(
             columns=None if self._publisher is None else self._publisher.bank,
-            vectors=control.vectors,
+            vectors=getattr(control, "vectors", ()),  # of a question
             shared=shared,
         )
         try:
             return self._answer(control)
+        except ClairaiError:
+            raise
+        except Exception as error:  # a rank that raises would leave the replies of others unread
+            _log.exception("a question about weights could not be answered")
+            raise self._load_error(error) from error
         finally:
             self._updater.banks = Banks()
 
-    def _answer(self, control: weights_messages.WeightsControl) -> weights_messages.WeightsReply:
+    def _answer(
+        self, control: weights_messages.WeightsControl | weights_messages.RankControl
+    ) -> weights_messages.WeightsReply:
         updater = self._updater
         match control:
             case weights_messages.DescribeWeights():
@@ -336,22 +466,33 @@ class WeightsControl:
             case weights_messages.VerifyWeights(manifest):
                 return _plan_reply(updater.receiver.verify(manifest))
             case weights_messages.CommitWeights(manifest):
-                committed = self._commit(manifest)
+                committed = self._apply(updater.prepare(manifest), is_begun=False)
                 if control.wants_rows:
                     return committed
                 return msgspec.structs.replace(committed, probe_rows=None)
+            case weights_messages.PrepareWeights(manifest):
+                return weights_messages.WeightsPlanned(updater.prepare(manifest), 0)
+            case weights_messages.ApplyWeights(transfer, is_begun):
+                return self._apply(transfer, is_begun=is_begun)
+            case weights_messages.AbandonWeights(transfer):
+                updater.abandon(transfer)
+                return updater.state()
+            case weights_messages.TearWeights():
+                updater.tear()
+                if self._publisher is not None:
+                    self._publisher.set_weights_version(updater.served.version)
+                return updater.state()
 
-    def _commit(self, manifest: bytes) -> weights_messages.WeightsCommitted:
+    def _apply(self, transfer: str, *, is_begun: bool) -> weights_messages.WeightsCommitted:
         """Update as vLLM's own routes do, in one call; raises nothing but our errors."""
         try:
-            text = manifest.decode()
-            self._worker.start_weight_update()
-            self._worker.update_weights({"manifest": text})
-            self._worker.finish_weight_update()
+            if not is_begun:
+                self._worker.start_weight_update()
+            self._worker.update_weights({"prepared": transfer})
+            if not is_begun:
+                self._worker.finish_weight_update()
         except ClairaiError:
             raise
-        except UnicodeDecodeError:
-            raise WeightsError("this is no manifest: it is not UTF-8; use the Sender") from None
         except Exception as error:
             _log.exception("new weights could not be loaded")
             raise self._load_error(error) from error
@@ -419,13 +560,18 @@ def _check_vector(new: weights_messages.NewRows, width: int) -> None:
 
 
 def _next_served(
-    before: ServedWeights, transfer: _VerifiedTransfer, load_s: float
+    before: ServedWeights, transfer: _VerifiedTransfer, load_s: float, is_whole: bool
 ) -> ServedWeights:
     """Probes and vectors alone leave the version as it is."""
     if not transfer.of_kind("model"):
         return replace(before, nbytes=transfer.nbytes, load_s=load_s)
-    label = transfer.manifest.label
-    return ServedWeights(before.version + 1, label, transfer.digest, transfer.nbytes, load_s)
+    label, version = transfer.manifest.label, before.version + 1
+    sent = {tensor.name: tensor for tensor in transfer.manifest.tensors}
+    if is_whole:
+        return ServedWeights(version, label, transfer.digest, transfer.nbytes, load_s, sent)
+    known = {**before.tensors, **sent}
+    digest = content_digest(known.values())
+    return ServedWeights(version, label, digest, transfer.nbytes, load_s, known)
 
 
 def _list_tensors(expected: Mapping[str, ExpectedTensor]) -> weights_messages.Tensors:

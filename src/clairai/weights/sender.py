@@ -10,14 +10,15 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
 
-from clairai.errors import EngineGoneError, UnsupportedError
+from clairai.errors import EngineGoneError, UnsupportedError, WeightsError
 from clairai.library.http_client import ServerClient
 from clairai.local.shared_buffer import ReusableBuffer
 from clairai.weights.engine_client import (
@@ -37,8 +38,10 @@ from clairai.weights.pack import (
     HostPacker,
     NamedTensors,
     TensorSource,
+    is_read_once,
     open_sources,
     plan_buffers,
+    read_parts,
 )
 from clairai.weights.room import fit_buffer_bytes
 from clairai.weights.transport import (
@@ -86,7 +89,7 @@ class _Outcome(NamedTuple):
 
 
 class Sender:
-    """Sends to a server's address, vLLM's LLM, or a Ray actor of it.
+    """Sends to a server's address, vLLM's LLM, or a Ray actor of it; or through an EngineClient.
 
     Reuse one `Sender`: it caches the engine's state and its buffers. `through` asks for one
     transport (transport.py); `chosen` is told which one was chosen and why.
@@ -127,11 +130,11 @@ class Sender:
         began_s = time.perf_counter()
         with self._sending, ExitStack() as opened:
             known, self._state = self._state, None  # asked again unless this transfer succeeds
-            sources = open_sources(named, opened)
             report = progress or _ignore
-            done = self._send_shared(sources, label, known, report)
-            if done is None:
-                done = self._send_buffers(sources, label, known, report, opened)
+            if is_read_once(named):
+                done = self._send_as_read(iter(named), label, known, report, opened)
+            else:
+                done = self._send_listed(open_sources(named, opened), label, known, report, opened)
         self._state = done.state
         return Sent(
             version=done.committed.version,
@@ -146,6 +149,51 @@ class Sender:
             packed_s=done.packed_at_s - began_s,
             load_s=done.committed.load_s,
         )
+
+    def _send_listed(
+        self,
+        sources: list[TensorSource],
+        label: str,
+        known: WeightsState | None,
+        progress: Progress,
+        opened: ExitStack,
+    ) -> _Outcome:
+        return self._send_shared(sources, label, known, progress) or self._send_buffers(
+            sources, label, known, progress, opened
+        )
+
+    def _send_as_read(
+        self,
+        pairs: Iterator[tuple[str, Any]],
+        label: str,
+        known: WeightsState | None,
+        progress: Progress,
+        opened: ExitStack,
+    ) -> _Outcome:
+        """Pack tensors that exist only until the next one is asked for; then plan and deliver.
+
+        A buffer's worth of them is copied before it is packed. The engine hears of it all at once.
+        """
+        parts = read_parts(pairs, self._buffer_bytes or HOST_BUFFER_BYTES)
+        first = next(parts, None)
+        if first is None:
+            raise WeightsError("the iterator has no tensor; send one or more")
+        state, transport = self._open_transport(first, known)
+        opened.callback(transport.close)
+        self._on_chosen(transport.kind, transport.reason)
+        device = _buffer_device(state, transport)
+        whole = self._plan([], state.epoch, device, label)
+        for part in chain((first,), parts):
+            plan = self._plan(part, state.epoch, device, label)
+            tensors = transport.pack(part, plan)
+            whole = _append(whole, plan.buffers, tensors)
+        packed_at_s = time.perf_counter()
+        self._engine.plan(encode_manifest(_without_checksums(whole)))
+        transport.deliver(whole, progress)
+        committed = self._engine.commit(encode_manifest(whole))
+        served_at_s = time.perf_counter()
+        kind, why = transport.kind, transport.reason
+        return _Outcome(state, kind, why, whole.tensors, committed, packed_at_s, served_at_s)
 
     def _send_shared(
         self,
@@ -188,8 +236,7 @@ class Sender:
         state, transport = self._open_transport(sources, known)
         opened.callback(transport.close)
         self._on_chosen(transport.kind, transport.reason)
-        device = state.device if transport.kind == "device" else CPU
-        plan = self._plan(sources, state.epoch, device, label)
+        plan = self._plan(sources, state.epoch, _buffer_device(state, transport), label)
         if isinstance(transport, HostTransport) and _is_small(plan):
             transport.reused = opened.enter_context(self._shared.lock())
 
@@ -214,7 +261,9 @@ class Sender:
         state = self._engine.state()
         return state, self._chooser.choose(sources, state)
 
-    def _plan(self, sources: list[TensorSource], epoch: str, device: str, label: str) -> Manifest:
+    def _plan(
+        self, sources: list[TensorSource], epoch: str, device: str | tuple[str, ...], label: str
+    ) -> Manifest:
         is_model = any(kind_of(source.spec.name) == "model" for source in sources)
         usual = DEVICE_BUFFER_BYTES
         if device == CPU:
@@ -231,6 +280,28 @@ class Sender:
         )
 
 
+def _buffer_device(state: WeightsState, transport: Transport) -> str | tuple[str, ...]:
+    if transport.kind != "device":
+        return CPU
+    return state.devices if len(state.devices) > 1 else state.device
+
+
+def _append(whole: Manifest, buffers: Sequence[int], tensors: Sequence[PlannedTensor]) -> Manifest:
+    """The manifest with more buffers after its own."""
+    moved = (
+        msgspec.structs.replace(tensor, buffer=tensor.buffer + len(whole.buffers))
+        for tensor in tensors
+    )
+    return msgspec.structs.replace(
+        whole, buffers=(*whole.buffers, *buffers), tensors=(*whole.tensors, *moved)
+    )
+
+
+def _without_checksums(manifest: Manifest) -> Manifest:
+    tensors = (msgspec.structs.replace(tensor, checksum="") for tensor in manifest.tensors)
+    return msgspec.structs.replace(manifest, tensors=tuple(tensors))
+
+
 def _is_small(plan: Manifest) -> bool:
     """True if the engine copies the buffer instead of mapping it."""
     return len(plan.buffers) == 1 and plan.buffers[0] <= MAX_COPIED_BYTES
@@ -239,6 +310,8 @@ def _is_small(plan: Manifest) -> bool:
 def _engine_client(target: Any, server: ServerClient | None, drain: Drain) -> EngineClient:
     if server is not None:
         return HttpEngine(server, drain)
+    if isinstance(target, EngineClient):
+        return target
     return RayEngine(target, drain) if is_ray_actor(target) else LlmEngine(target)
 
 

@@ -6,18 +6,19 @@ Runs in: the trainer, or the API server for weights that come over HTTP.
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 from clairai.errors import EngineGoneError, WeightsError
-from clairai.local.private_socket import Connection, close_all, connect, socket_path
+from clairai.local.private_socket import Connection, close_all, connect
 from clairai.weights.socket_server import (
     FROM_ENGINE,
     LOAD_TIMEOUT_S,
-    SOCKET_KIND,
     WIRE_VERSION,
     EngineMessage,
+    rank_socket_path,
 )
 from clairai.wire.ring_messages import Refusal
 from clairai.wire.weights_messages import BufferFilled, BufferOffer, BufferReceived, WeightsGreeting
@@ -28,11 +29,22 @@ READ_BYTES_PER_S: Final = 100 << 20  # slower than any machine that serves a mod
 _log: Final = logging.getLogger(__name__)
 
 
-class BufferClient:
-    """A connection to one engine; every wait has a deadline."""
+class BufferTaker(Protocol):
+    """Takes the buffers of a transfer: one rank of an engine, or several at once."""
 
-    def __init__(self, folder: Path, epoch: str) -> None:
-        self._path = socket_path(folder, int(epoch, 16), SOCKET_KIND)
+    @property
+    def is_same_process(self) -> bool: ...
+
+    def offer(self, offer: BufferOffer, fds: tuple[int, ...]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class BufferClient:
+    """A connection to one rank of an engine; every wait has a deadline."""
+
+    def __init__(self, folder: Path, epoch: str, rank: int = 0) -> None:
+        self._path = rank_socket_path(folder, int(epoch, 16), rank)
         self._connection = _connect(self._path)
         try:
             _check_greeting(self._receive(GREETING_TIMEOUT_S), epoch)
@@ -47,11 +59,15 @@ class BufferClient:
 
     def offer(self, offer: BufferOffer, fds: tuple[int, ...]) -> None:
         """Hand over a full buffer; returns once the engine has read it."""
+        self.begin_offer(offer, fds)
+        self.await_read(offer.index, offer.nbytes)
+
+    def begin_offer(self, offer: BufferOffer, fds: tuple[int, ...]) -> None:
+        """Hand over a full buffer; `await_read` says when the engine has read it."""
         try:
             self._connection.send(offer, fds)
         except OSError as error:
             raise self._gone() from error
-        self._await_read(offer.index, offer.nbytes)
 
     def offer_early(self, offer: BufferOffer) -> None:
         """Hand over a buffer that is still being filled; `finish` raises if this failed."""
@@ -62,9 +78,9 @@ class BufferClient:
         """Say that an early buffer is full; returns once the engine has read it."""
         with suppress(OSError):  # the engine has refused: the reason is its last message
             self._connection.send(full)
-        self._await_read(full.index, nbytes)
+        self.await_read(full.index, nbytes)
 
-    def _await_read(self, index: int, nbytes: int) -> None:
+    def await_read(self, index: int, nbytes: int) -> None:
         answer = self._receive(READ_TIMEOUT_S + nbytes / READ_BYTES_PER_S)
         if not isinstance(answer, BufferReceived) or answer.index != index:
             raise WeightsError(f"the engine answered {type(answer).__name__} to buffer {index}")
@@ -105,9 +121,43 @@ class BufferClient:
         self.close()
 
 
+class RankClients:
+    """Connections to all ranks of an engine: they read a buffer at the same time."""
+
+    def __init__(self, clients: Sequence[BufferClient]) -> None:
+        self.clients = tuple(clients)
+
+    @property
+    def is_same_process(self) -> bool:
+        return any(client.is_same_process for client in self.clients)
+
+    def offer(self, offer: BufferOffer, fds: tuple[int, ...]) -> None:
+        for client in self.clients:
+            client.begin_offer(offer, fds)
+        for client in self.clients:
+            client.await_read(offer.index, offer.nbytes)
+
+    def close(self) -> None:
+        with ExitStack() as closing:
+            for client in self.clients:
+                closing.callback(client.close)
+
+
+def connect_ranks(folder: Path, epoch: str, num_ranks: int) -> RankClients:
+    """Connect to the ranks of an engine; EngineGoneError if one of them does not answer.
+
+    In their order: two senders that hold a rank each would wait for each other.
+    """
+    with ExitStack() as opened:
+        ranks = range(num_ranks)
+        clients = [opened.enter_context(BufferClient(folder, epoch, rank)) for rank in ranks]
+        opened.pop_all()
+    return RankClients(clients)
+
+
 def has_socket(folder: Path, epoch: str) -> bool:
     """True if the engine of this epoch takes weights here; a starting one removes dead sockets."""
-    return socket_path(folder, int(epoch, 16), SOCKET_KIND).is_socket()
+    return rank_socket_path(folder, int(epoch, 16), 0).is_socket()
 
 
 def _connect(path: Path) -> Connection[EngineMessage]:

@@ -46,11 +46,18 @@ FROM_ENGINE: Final = MessageFormat[EngineMessage](
 _log: Final = logging.getLogger(__name__)
 
 
+def rank_socket_path(folder: Path, epoch: int, rank: int) -> Path:
+    """Where a rank takes weights: each has a socket of its own, and all have one epoch."""
+    return socket_path(folder, epoch, f"{SOCKET_KIND}-{rank}" if rank else SOCKET_KIND)
+
+
 class BufferServer:
     """Serves one sender at a time; the next one waits in the socket's queue."""
 
-    def __init__(self, folder: Path, epoch: int, device: str, tracker: TransferTracker) -> None:
-        self.path = socket_path(folder, epoch, SOCKET_KIND)
+    def __init__(
+        self, folder: Path, epoch: int, device: str, tracker: TransferTracker, *, rank: int = 0
+    ) -> None:
+        self.path = rank_socket_path(folder, epoch, rank)
         self._greeting = WeightsGreeting(WIRE_VERSION, f"{epoch:016x}", device, os.getpid())
         self._tracker = tracker
         self._pid = os.getpid()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import mmap
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from clairai.library.http_client import ServerClient
 from clairai.local.gpu_memory import Gpu
 from clairai.local.private_socket import runtime_dir
 from clairai.local.shared_buffer import SharedBuffer
-from clairai.weights.manifest import CPU, Manifest, PlannedTensor
+from clairai.weights.manifest import CPU, Manifest, PlannedTensor, kind_of
 from clairai.weights.pack import (
     CPU_DEVICE,
     DevicePacker,
@@ -37,7 +37,13 @@ from clairai.weights.pack import (
     TensorSource,
 )
 from clairai.weights.room import require_sender_room
-from clairai.weights.socket_client import BufferClient, has_socket
+from clairai.weights.socket_client import (
+    BufferClient,
+    BufferTaker,
+    RankClients,
+    connect_ranks,
+    has_socket,
+)
 from clairai.weights.upload import safetensors_header
 from clairai.wire.weights_messages import BufferFilled, BufferOffer, WeightsState
 
@@ -45,6 +51,7 @@ TransportKind = Literal["device", "host", "http"]
 TransportChoice = Literal["auto", "device", "host", "http"]
 PIECE_BYTES: Final = 1 << 20
 MIN_THREAD_BYTES: Final = 4 << 20  # below this, starting a thread takes longer than it saves
+_FillingBuffers = dict[torch.device, FillingBuffer]  # of one buffer of the plan, by GPU
 _REQUESTED: Final = "it was asked for"
 _SAME_PROCESS: Final = "the engine is in this process, and CUDA opens no handle where it was made"
 
@@ -80,6 +87,12 @@ class Transport(Protocol):
     def send(self, job: Job) -> tuple[PlannedTensor, ...]:
         """Deliver all buffers; return the tensors with their checksums."""
 
+    def pack(self, sources: Sequence[TensorSource], plan: Manifest) -> tuple[PlannedTensor, ...]:
+        """Pack a part of a transfer now, for `deliver`; the tensors with their checksums."""
+
+    def deliver(self, plan: Manifest, progress: Callable[[int, int], None]) -> None:
+        """Deliver all that was packed: together it is the plan, which the engine has accepted."""
+
     def close(self) -> None:
         """Hang up, wait until the engine reads no buffer any more, then free them."""
 
@@ -90,6 +103,19 @@ class _HostTransport(ABC):
     def __init__(self, reason: str) -> None:
         self.reason = reason
         self._buffers = ExitStack()
+        self._packed: list[PackedBuffer] = []
+
+    def pack(self, sources: Sequence[TensorSource], plan: Manifest) -> tuple[PlannedTensor, ...]:
+        packer = HostPacker(sources, plan)
+        packed = [self._pack(packer, index) for index in range(len(plan.buffers))]
+        self._packed += packed
+        return tuple(tensor for buffer in packed for tensor in buffer.tensors)
+
+    def deliver(self, plan: Manifest, progress: Callable[[int, int], None]) -> None:
+        for index, packed in enumerate(self._packed):
+            tensors = tuple(tensor for tensor in plan.tensors if tensor.buffer == index)
+            self._deliver_and_close(plan, index, packed._replace(tensors=tensors))
+            progress(sum(plan.buffers[: index + 1]), sum(plan.buffers))
 
     @abstractmethod
     def _deliver(self, plan: Manifest, index: int, packed: PackedBuffer) -> None:
@@ -141,11 +167,11 @@ class _HostTransport(ABC):
 
 
 class HostTransport(_HostTransport):
-    """Through the engine's socket, as descriptors of host memory."""
+    """Through the sockets of the engine's ranks, as descriptors of host memory that all map."""
 
     kind: ClassVar[TransportKind] = "host"
 
-    def __init__(self, client: BufferClient, reason: str) -> None:
+    def __init__(self, client: BufferTaker, reason: str) -> None:
         super().__init__(reason)
         self._client = client
         self.reused: SharedBuffer | None = None  # for a plan of one small buffer
@@ -155,6 +181,10 @@ class HostTransport(_HostTransport):
             # The engine keeps all buffers, in this process's account, until it has loaded them.
             require_sender_room(sum(job.plan.buffers))
         return super().send(job)
+
+    def pack(self, sources: Sequence[TensorSource], plan: Manifest) -> tuple[PlannedTensor, ...]:
+        require_sender_room(sum(plan.buffers))
+        return super().pack(sources, plan)
 
     def _make_packer(self, job: Job) -> HostPacker:
         return HostPacker(job.sources, job.plan, self.reused)
@@ -194,21 +224,40 @@ def _file_pieces(header: bytes, packed: PackedBuffer, nbytes: int) -> Iterator[b
 
 
 class DeviceTransport:
-    """Through the engine's socket, as handles of GPU memory.
+    """Through the sockets of the engine's ranks, as handles of memory of each one's own GPU.
 
-    The engine opens a buffer while it is filled, and reads it while the next one is filled.
+    A rank opens a buffer while it is filled, and reads it while the next one is filled.
     """
 
     kind: ClassVar[TransportKind] = "device"
 
-    def __init__(self, client: BufferClient, device: torch.device, reason: str) -> None:
+    def __init__(self, clients: RankClients, devices: Sequence[torch.device], reason: str) -> None:
+        """`devices` are the GPUs of the ranks, as this process counts them."""
         self.reason = reason
-        self._client = client
-        self._device = device
+        self._clients = clients
+        self._devices = tuple(devices)
         self._buffers = ExitStack()
+        self._packed: list[_FillingBuffers] = []
+
+    def pack(self, sources: Sequence[TensorSource], plan: Manifest) -> tuple[PlannedTensor, ...]:
+        packer = _DevicePackers(sources, plan, dict.fromkeys(self._devices))
+        self._buffers.callback(packer.close)
+        tensors: list[PlannedTensor] = []
+        for index in range(len(plan.buffers)):
+            buffers = packer.begin(index)
+            tensors += _finish_all(buffers)
+            self._packed.append(buffers)
+        return tuple(tensors)
+
+    def deliver(self, plan: Manifest, progress: Callable[[int, int], None]) -> None:
+        for index, buffers in enumerate(self._packed):
+            self._offer_early(plan, index, buffers)
+            for client in self._clients.clients:
+                client.finish(BufferFilled(plan.transfer, index), plan.buffers[index])
+            progress(sum(plan.buffers[: index + 1]), sum(plan.buffers))
 
     def send(self, job: Job) -> tuple[PlannedTensor, ...]:
-        packer = DevicePacker(job.sources, job.plan, self._device)
+        packer = _DevicePackers(job.sources, job.plan, dict.fromkeys(self._devices))
         self._buffers.callback(packer.close)
         # Whole tensors of two buffers exist at once anyway: fill the first while the engine checks
         # the plan, and let the GPU fill the next one while this thread waits.
@@ -216,37 +265,43 @@ class DeviceTransport:
         max_filling = 1 if job.is_whole else 0
         job.send_plan()
         tensors: list[PlannedTensor] = []
-        with ThreadPoolExecutor(1) as thread:
-            filling, reads = deque[tuple[int, FillingBuffer]](), list[Future[None]]()
+        with ExitStack() as threads:
+            # One for each rank: it reads its buffers in order, and waits for no other rank.
+            waiting = [
+                (client, threads.enter_context(ThreadPoolExecutor(1)))
+                for client in self._clients.clients
+            ]
+            filling, reads = deque[tuple[int, _FillingBuffers]](), list[Future[None]]()
             for index in range(len(job.plan.buffers)):
                 buffer = first if first is not None and index == 0 else packer.begin(index)
                 self._offer_early(job.plan, index, buffer)
                 filling.append((index, buffer))
                 if len(filling) > max_filling:
-                    tensors += self._finish(job, *filling.popleft(), thread, reads)
+                    tensors += self._finish(job, *filling.popleft(), waiting, reads)
             for each in filling:
-                tensors += self._finish(job, *each, thread, reads)
+                tensors += self._finish(job, *each, waiting, reads)
             for read in reads:
                 read.result()
         return tuple(tensors)
 
-    def _offer_early(self, plan: Manifest, index: int, buffer: FillingBuffer) -> None:
+    def _offer_early(self, plan: Manifest, index: int, buffers: _FillingBuffers) -> None:
         nbytes = plan.buffers[index]
-        offer = BufferOffer(plan.transfer, index, nbytes, "device", buffer.handle)
-        self._client.offer_early(offer)
+        for client, device in zip(self._clients.clients, self._devices, strict=True):
+            handle = buffers[device].handle
+            client.offer_early(BufferOffer(plan.transfer, index, nbytes, "device", handle))
 
     def _finish(
         self,
         job: Job,
         index: int,
-        buffer: FillingBuffer,
-        thread: ThreadPoolExecutor,
+        buffers: _FillingBuffers,
+        waiting: Sequence[tuple[BufferClient, ThreadPoolExecutor]],
         reads: list[Future[None]],
     ) -> tuple[PlannedTensor, ...]:
-        """Wait until the buffer is full; the engine then reads it on another thread's time."""
-        tensors = buffer.finish()
-        filled = BufferFilled(job.plan.transfer, index)
-        reads.append(thread.submit(self._client.finish, filled, job.plan.buffers[index]))
+        """Wait until the buffer is full; the engine then reads it on other threads' time."""
+        tensors = _finish_all(buffers)
+        filled, nbytes = BufferFilled(job.plan.transfer, index), job.plan.buffers[index]
+        reads += [thread.submit(client.finish, filled, nbytes) for client, thread in waiting]
         for read in reads:
             if read.done():
                 read.result()  # a refusal stops the sender before it fills the last buffer
@@ -254,8 +309,39 @@ class DeviceTransport:
         return tensors
 
     def close(self) -> None:
-        self._client.close()
+        self._clients.close()
         self._buffers.close()
+
+
+def _finish_all(buffers: _FillingBuffers) -> tuple[PlannedTensor, ...]:
+    """Wait until a buffer is full on every GPU; its content is the same, and each rank sums it."""
+    return [buffer.finish() for buffer in buffers.values()][-1]
+
+
+class _DevicePackers:
+    """Packs the same plan on several GPUs."""
+
+    def __init__(
+        self, sources: Sequence[TensorSource], plan: Manifest, devices: Iterable[torch.device]
+    ) -> None:
+        self._packers: dict[torch.device, DevicePacker] = {}
+        try:
+            for device in devices:
+                self._packers[device] = DevicePacker(sources, plan, device)
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, index: int) -> _FillingBuffers:
+        """Read each tensor once, whatever the number of GPUs: gathering it is not for free."""
+        (first, *others) = self._packers.items()
+        given = first[1].read(index)
+        return {device: packer.begin(index, given) for device, packer in (first, *others)}
+
+    def close(self) -> None:
+        with ExitStack() as closing:
+            for packer in self._packers.values():
+                closing.callback(packer.close)
 
 
 @dataclass(frozen=True)
@@ -288,12 +374,18 @@ class TransportChooser:
             return self._over_http(f"the engine's socket is not here: {error.reason}")
 
     def connect(self, sources: Sequence[TensorSource], state: WeightsState) -> Transport:
-        """Open a transport through the socket; EngineGoneError if that engine does not answer."""
-        client = BufferClient(runtime_dir(self.runtime_dir), state.epoch)
+        """Open a transport through the sockets; EngineGoneError if that engine does not answer.
+
+        Probes and vectors alone go to the first rank, which has them.
+        """
+        devices = state.devices or (state.device,)
+        if all(kind_of(source.spec.name) != "model" for source in sources):
+            devices = devices[:1]
+        clients = connect_ranks(runtime_dir(self.runtime_dir), state.epoch, len(devices))
         try:
-            return self._over_socket(client, sources, state.device)
+            return self._over_sockets(clients, sources, devices)
         except BaseException:
-            client.close()
+            clients.close()
             raise
 
     def why_shared(self, sources: Sequence[TensorSource], state: WeightsState) -> str | None:
@@ -311,21 +403,39 @@ class TransportChooser:
         assert self.server is not None
         return HttpTransport(self.server, reason)
 
-    def _over_socket(
-        self, client: BufferClient, sources: Sequence[TensorSource], engine: str
+    def _over_sockets(
+        self, clients: RankClients, sources: Sequence[TensorSource], engine: Sequence[str]
     ) -> Transport:
         if self.through == "host":
-            return HostTransport(client, _REQUESTED)
-        device, reason = choose_memory(sources, engine)
-        if device != CPU_DEVICE and client.is_same_process:
-            device, reason = CPU_DEVICE, _SAME_PROCESS
-        if device != CPU_DEVICE:
-            return DeviceTransport(client, device, reason)
+            return HostTransport(clients, _REQUESTED)
+        devices, reason = _choose_memories(sources, engine)
+        if devices and clients.is_same_process:
+            devices, reason = (), _SAME_PROCESS
+        if devices:
+            return DeviceTransport(clients, devices, reason)
         if self.through == "device":
             raise WeightsError(
                 f"nothing can go by the GPU's memory: {reason}; leave `through` out, or say host"
             )
-        return HostTransport(client, reason)
+        return HostTransport(clients, reason)
+
+
+def _choose_memories(
+    sources: Sequence[TensorSource], engine: Sequence[str]
+) -> tuple[tuple[torch.device, ...], str]:
+    """The GPU of each rank, or none for host memory; and the reason."""
+    if len(engine) == 1:
+        device, reason = choose_memory(sources, engine[0])
+        return (() if device == CPU_DEVICE else (device,)), reason
+    if CPU in engine:
+        return (), "the engine has no GPU"
+    if all(source.device.type != "cuda" for source in sources):
+        return (), "the tensors are in host memory"
+    visible = {Gpu(at).uuid: torch.device("cuda", at) for at in range(torch.cuda.device_count())}
+    hidden = [uuid for uuid in engine if uuid not in visible]
+    if hidden:
+        return (), f"GPU {hidden[0]} of a rank cannot be seen from this process"
+    return tuple(visible[uuid] for uuid in engine), "this process sees the GPUs of all ranks"
 
 
 def choose_memory(sources: Sequence[TensorSource], engine: str) -> tuple[torch.device, str]:

@@ -14,7 +14,13 @@ import msgspec
 from clairai.wire.capture_messages import CaptureControl, CaptureReply
 from clairai.wire.ring_messages import ProbeInfo, Refusal
 from clairai.wire.steering_messages import SteeringControl, SteeringReply
-from clairai.wire.weights_messages import FindVersions, SharedBytes, WeightsControl, WeightsReply
+from clairai.wire.weights_messages import (
+    FindVersions,
+    RankControl,
+    SharedBytes,
+    WeightsControl,
+    WeightsReply,
+)
 
 CONTROL_METHOD: Final = "clairai_control"  # of a vLLM worker with taps
 
@@ -100,6 +106,7 @@ Control = (
     | SteeringControl
     | CaptureControl
     | WeightsControl
+    | RankControl
     | FindVersions
 )
 

@@ -79,6 +79,39 @@ WeightsControl = (
 )
 
 
+# What the engine core asks its ranks, if there are several: a commit in two phases.
+
+
+class PrepareWeights(
+    WeightsQuestion, frozen=True, tag="prepare_weights", forbid_unknown_fields=True
+):
+    """Can you load all of it now? Keep it until the next question; nothing changes yet."""
+
+    manifest: bytes
+
+
+class ApplyWeights(msgspec.Struct, frozen=True, tag="apply_weights", forbid_unknown_fields=True):
+    """Every rank is prepared: load it. `is_begun`: a caller of vLLM's has begun the update."""
+
+    transfer: str
+    is_begun: bool = False
+
+
+class AbandonWeights(
+    msgspec.Struct, frozen=True, tag="abandon_weights", forbid_unknown_fields=True
+):
+    """Another rank refused: forget this transfer, and keep the old weights."""
+
+    transfer: str
+
+
+class TearWeights(msgspec.Struct, frozen=True, tag="tear_weights", forbid_unknown_fields=True):
+    """Another rank has not the weights that you have: only a whole set repairs that."""
+
+
+RankControl = PrepareWeights | ApplyWeights | AbandonWeights | TearWeights
+
+
 class FindVersions(msgspec.Struct, frozen=True, tag="find_versions", forbid_unknown_fields=True):
     """With which weights did these streams begin?"""
 
@@ -94,12 +127,15 @@ class WeightsState(msgspec.Struct, frozen=True, tag="weights_state", forbid_unkn
     label: str
     digest: Annotated[str, msgspec.Meta(description="of the content; empty for version 0")]
     epoch: str
-    device: Annotated[str, msgspec.Meta(description='"cpu", or the UUID of a GPU')]
+    device: Annotated[str, msgspec.Meta(description='"cpu", or the UUID of the first rank\'s GPU')]
     num_tensors: int
     is_torn: Annotated[
         bool, msgspec.Meta(description="a load stopped half-way; nothing is served")
     ] = False
-    socket: str = ""  # where the worker accepts buffers, for senders on this machine
+    socket: str = ""  # where the first rank accepts buffers, for senders on this machine
+    devices: Annotated[
+        tuple[str, ...], msgspec.Meta(description="of each rank; each takes the weights itself")
+    ] = ()
 
 
 class ListedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,0 +1,213 @@
+"""What tests of new weights ask of an engine with several ranks, in the LLM's own process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+NUM_NEW: Final = 12
+PROMPTS: Final = (tuple(range(10, 40)), tuple(range(100, 108)))
+
+
+def answers(llm: Any) -> list[tuple[int, ...]]:
+    """Greedy tokens of all prompts."""
+    from vllm import SamplingParams
+
+    asked = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
+    given = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, detokenize=False)
+    outputs = llm.generate(asked, given, use_tqdm=False)
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+def send(llm: Any, what: Any, label: str = "") -> Any:
+    """Send a folder, or tensors by name, from the process that has the LLM."""
+    from clairai.weights import Sender
+
+    return Sender(llm).send(what, label=label)
+
+
+def state(llm: Any) -> Any:
+    from clairai.library.engine_control import ask_engine
+    from clairai.wire.weights_messages import DescribeWeights, WeightsState
+
+    return ask_engine(llm, DescribeWeights(), WeightsState)
+
+
+def answers_anew(llm: Any) -> list[tuple[int, ...]]:
+    """After vLLM's own calls, which leave the prefix cache to their caller."""
+    llm.reset_prefix_cache()
+    return answers(llm)
+
+
+def send_briefly(llm: Any, folder: Path) -> Any:
+    """Each tensor is in the memory of the one before; several buffers."""
+    from clairai.weights import Sender
+
+    held = _pick(folder, bool)
+    return Sender(llm, buffer_bytes=1 << 18).send(_reuse_memory(held))
+
+
+def _reuse_memory(held: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    import torch
+
+    memory_N = torch.empty(max(tensor.numel() for tensor in held.values()))
+    for name, tensor in held.items():
+        gathered = memory_N[: tensor.numel()].view(tensor.shape)
+        gathered.copy_(tensor)
+        yield name, gathered
+    memory_N.fill_(float("nan"))
+
+
+def send_part(llm: Any, folder: Path, chosen: Callable[[str], bool]) -> Any:
+    return send(llm, _pick(folder, chosen))
+
+
+def send_with_probe(llm: Any, folder: Path, probe: dict[str, Any]) -> Any:
+    return send(llm, _pick(folder, bool) | probe)
+
+
+def add_probe(llm: Any, name: str, width: int) -> None:
+    import numpy as np
+
+    from clairai import Probe, ProbeBank
+    from clairai.points import Point
+
+    direction_D = np.ones(width, np.float32)
+    ProbeBank(llm).add(Probe(name, Point.parse("post_block.1"), direction_D))
+
+
+def refuse_part(llm: Any, folder: Path, chosen: Callable[[str], bool]) -> tuple[str, str]:
+    return refuse(llm, _pick(folder, chosen))
+
+
+def refuse(llm: Any, what: Any) -> tuple[str, str]:
+    """The kind and the text of the error with which it is refused."""
+    from clairai.errors import ClairaiError
+
+    try:
+        send(llm, what)
+    except ClairaiError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("it was accepted")
+
+
+def cannot_answer(llm: Any) -> bool:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        answers(llm)
+    except EngineDeadError:
+        return True
+    return False
+
+
+def _pick(folder: Path, chosen: Callable[[str], bool]) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    held = load_file(folder / "model.safetensors")
+    return {name: tensor for name, tensor in held.items() if chosen(name)}
+
+
+def plant(llm: Any, rank: int, where: str) -> None:
+    """Let one rank fail, once: `prepare` refuses, `load` raises, `kill` ends its process."""
+    llm.collective_rpc(_plant, args=(rank, where))
+
+
+def _plant(worker: Any, rank: int, where: str) -> None:
+    if worker.rank != rank:
+        return
+    updater = worker.weight_transfer_engine.updater
+    name = {"prepare": "prepare", "load": "_load", "kill": "apply"}[where]
+    original = getattr(updater, name)
+
+    def fail(*args: Any) -> Any:
+        setattr(updater, name, original)
+        if where == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if where == "prepare":
+            from clairai.errors import WeightsRoomError
+
+            raise WeightsRoomError("planted")
+        if where == "load":
+            original(args[0][:3])
+            raise RuntimeError("planted")
+
+    setattr(updater, name, fail)
+
+
+class _Module:
+    """A trainer's module, as vLLM's ModuleSource reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._held = _pick(folder, bool)
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        yield from self._held.items()
+
+
+def train(client: Any, folder: Path, runtime: str | None, *, rank: int = 0) -> None:
+    """One round of vLLM's own trainer, with the backend's name."""
+    from vllm.distributed.weight_transfer.base import ModuleSource
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from clairai.weights import TrainerInitInfo
+
+    trainer = WeightTransferTrainerFactory.trainer_init(
+        TrainerInitInfo(rank=rank, runtime_dir=runtime),
+        client=client,
+        source=ModuleSource(_Module(folder)),
+    )
+    trainer.send_weights()
+
+
+def train_with_arguments(folder: Path, arguments: dict[str, Any]) -> None:
+    """The call of older trainers, as their framework finds it: by the backend's name."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from clairai.compat.install import register_backend
+
+    register_backend()
+    backend = WeightTransferEngineFactory._registry["clairai_ipc"]()
+    backend.trainer_send_weights(iter(_pick(folder, bool).items()), arguments)
+
+
+def train_by_ray(llm: Any, folder: Path) -> None:
+    """By vLLM's own client for Ray; the actor is in this process."""
+    from vllm.distributed.weight_transfer.clients import RayVLLMWeightSyncClient
+
+    _stand_in_for_ray()
+    train(RayVLLMWeightSyncClient(_Actor(llm)), folder, None)
+
+
+def train_by_ray_with_arguments(llm: Any, folder: Path) -> None:
+    _stand_in_for_ray()
+    llm.start_weight_update()
+    train_with_arguments(folder, {"mode": "ray", "llm_handle": _Actor(llm)})
+    llm.finish_weight_update()
+
+
+def train_on_another_rank(llm: Any, folder: Path) -> None:
+    """A trainer's second rank gathers, and sends nothing."""
+    train(None, folder, None, rank=1)
+    del llm
+
+
+def _stand_in_for_ray() -> None:
+    """Calls a method at once, where Ray would send the call to the actor's process."""
+    sys.modules["ray"] = types.ModuleType("ray")
+    sys.modules["ray"].get = lambda result, **_: result  # type: ignore[attr-defined]
+
+
+class _Actor:
+    """An LLM with the calls of a Ray actor."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def __getattr__(self, name: str) -> Any:
+        return types.SimpleNamespace(remote=getattr(self._llm, name))
