@@ -48,7 +48,7 @@ def send_briefly(llm: Any, folder: Path) -> Any:
     """Each tensor is in the memory of the one before; several buffers."""
     from clairai.weights import Sender
 
-    held = _pick(folder, bool)
+    held = pick(folder, bool)
     return Sender(llm, buffer_bytes=1 << 18).send(_reuse_memory(held))
 
 
@@ -64,11 +64,11 @@ def _reuse_memory(held: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def send_part(llm: Any, folder: Path, chosen: Callable[[str], bool]) -> Any:
-    return send(llm, _pick(folder, chosen))
+    return send(llm, pick(folder, chosen))
 
 
 def send_with_probe(llm: Any, folder: Path, probe: dict[str, Any]) -> Any:
-    return send(llm, _pick(folder, bool) | probe)
+    return send(llm, pick(folder, bool) | probe)
 
 
 def add_probe(llm: Any, name: str, width: int) -> None:
@@ -82,7 +82,7 @@ def add_probe(llm: Any, name: str, width: int) -> None:
 
 
 def refuse_part(llm: Any, folder: Path, chosen: Callable[[str], bool]) -> tuple[str, str]:
-    return refuse(llm, _pick(folder, chosen))
+    return refuse(llm, pick(folder, chosen))
 
 
 def refuse(llm: Any, what: Any) -> tuple[str, str]:
@@ -106,7 +106,7 @@ def cannot_answer(llm: Any) -> bool:
     return False
 
 
-def _pick(folder: Path, chosen: Callable[[str], bool]) -> dict[str, Any]:
+def pick(folder: Path, chosen: Callable[[str], bool]) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     held = load_file(folder / "model.safetensors")
@@ -144,7 +144,7 @@ class _Module:
     """A trainer's module, as vLLM's ModuleSource reads it."""
 
     def __init__(self, folder: Path) -> None:
-        self._held = _pick(folder, bool)
+        self._held = pick(folder, bool)
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         yield from self._held.items()
@@ -165,7 +165,16 @@ def train(client: Any, folder: Path, runtime: str | None, *, rank: int = 0) -> N
     trainer.send_weights()
 
 
-def train_with_arguments(folder: Path, arguments: dict[str, Any]) -> None:
+def train_over_http(_: Any, url: str, folder: Path, runtime: str) -> None:
+    """By vLLM's own client for its routes."""
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+    train(HTTPVLLMWeightSyncClient(url), folder, runtime)
+
+
+def train_with_arguments(
+    _: Any, folder: Path, arguments: dict[str, Any], chosen: Callable[[str], bool] = bool
+) -> None:
     """The call of older trainers, as their framework finds it: by the backend's name."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -173,7 +182,7 @@ def train_with_arguments(folder: Path, arguments: dict[str, Any]) -> None:
 
     register_backend()
     backend = WeightTransferEngineFactory._registry["clairai_ipc"]()
-    backend.trainer_send_weights(iter(_pick(folder, bool).items()), arguments)
+    backend.trainer_send_weights(iter(pick(folder, chosen).items()), arguments)
 
 
 def train_by_ray(llm: Any, folder: Path) -> None:
@@ -187,7 +196,7 @@ def train_by_ray(llm: Any, folder: Path) -> None:
 def train_by_ray_with_arguments(llm: Any, folder: Path) -> None:
     _stand_in_for_ray()
     llm.start_weight_update()
-    train_with_arguments(folder, {"mode": "ray", "llm_handle": _Actor(llm)})
+    train_with_arguments(llm, folder, {"mode": "ray", "llm_handle": _Actor(llm)})
     llm.finish_weight_update()
 
 

@@ -6,15 +6,23 @@ The reference is an engine that was started with the other weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import httpx
 import numpy as np
 import pytest
 
 import clairai
+from bench.weights_shape import write_tokenizer
+from clairai.launch.engine_command import EngineCommand, ListenAddress
+from clairai.launch.engine_log import EngineLog
+from clairai.launch.engine_process import EngineProcess as ServerProcess
+from clairai.weights import Sender
 from tests.engine import models, ranked, weighed
-from tests.engine.process import EngineProcess
+from tests.engine import server as parts
+from tests.engine.process import ChildProcess, EngineFailed, EngineProcess, choose_context
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -200,6 +208,117 @@ def test_a_rank_that_is_killed_between_the_phases_ends_the_engine_and_says_so(
     kind, text = parallel.call(ranked.refuse, str(pair.new))
     assert kind == "EngineGoneError"
     assert "a rank has ended" in text
-    kind, text = parallel.call(ranked.refuse, str(pair.new))  # the trainer itself goes on
-    assert kind == "EngineGoneError"
     assert parallel.call(ranked.cannot_answer), "nobody is answered by a mixture"
+    kind, text = parallel.call(ranked.refuse, str(pair.new))  # the trainer itself goes on
+    assert (kind, text.partition(";")[0]) == ("EngineGoneError", "vLLM has ended the engine")
+
+
+class Served(NamedTuple):
+    """A server of two ranks, in vLLM's development mode, which has its routes for trainers."""
+
+    url: str
+    runtime: Path
+
+    def answers(self) -> list[tuple[int, ...]]:
+        return [self._answer(prompt) for prompt in ranked.PROMPTS]
+
+    def _answer(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        body = {"model": parts.MODEL, "prompt": list(prompt), "max_tokens": ranked.NUM_NEW}
+        body |= {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
+        answer = self._post("/v1/completions", body)
+        (choice,) = answer.json()["choices"]
+        return tuple(choice["token_ids"])
+
+    def post(self, path: str) -> None:
+        self._post(path, {})
+
+    def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        key = {"Authorization": f"Bearer {parts.KEY}"}
+        answer = httpx.post(f"{self.url}{path}", json=body, headers=key, timeout=120)
+        answer.raise_for_status()
+        return answer
+
+    def sender(self, folder: Path | None = None) -> Sender:
+        return Sender(self.url, api_key=parts.KEY, runtime_dir=str(folder or self.runtime))
+
+
+@pytest.fixture(scope="module")
+def served(pair: Pair, runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    write_tokenizer(pair.old)
+    given = {
+        "--served-model-name": parts.MODEL,
+        "--dtype": "float32",
+        "--max-model-len": "128",
+        "--max-num-seqs": "4",
+        "--max-num-batched-tokens": "32",
+        "--tensor-parallel-size": "2",
+        "--weight-transfer-config": '{"backend": "clairai_ipc"}',
+    }
+    command = EngineCommand(
+        str(pair.old),
+        clairai.config(points=["post_block.1"], runtime_dir=str(runtime)),
+        ListenAddress(port=parts.free_port(), api_key=parts.KEY),
+        ("--enforce-eager", *(text for both in given.items() for text in both)),
+        parts.CPU | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    )
+    log = EngineLog(tmp_path_factory.mktemp("ranks") / "vllm.log")
+    with ServerProcess(command, log=log) as server:
+        assert server.wait_ready()
+        yield Served(command.address.url, runtime)
+
+
+def test_a_server_of_two_ranks_takes_weights_by_its_sockets_and_over_http(
+    served: Served, pair: Pair, tmp_path: Path
+) -> None:
+    assert served.answers() == pair.old_answers
+    near = served.sender().send(pair.new)
+    assert (near.home, served.answers()) == ("host", pair.new_answers)
+    far = served.sender(tmp_path).send(pair.old)
+    assert (far.home, served.answers()) == ("http", pair.old_answers)
+    assert far.version == near.version + 1
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[ChildProcess]:
+    """A process that has imported vLLM, and no engine."""
+    with ChildProcess(choose_context({}), nullcontext) as process:
+        yield process
+
+
+def test_vllms_own_trainer_sends_by_the_backends_name_over_its_routes(
+    served: Served, trainer: ChildProcess, pair: Pair
+) -> None:
+    for model, answers in ((pair.new, pair.new_answers), (pair.old, pair.old_answers)):
+        served.post("/pause")
+        trainer.call(ranked.train_over_http, served.url, model, str(served.runtime))
+        served.post("/resume")
+        assert served.answers() == answers
+
+
+def test_the_call_of_older_trainers_sends_over_http_too(
+    served: Served, trainer: ChildProcess, pair: Pair
+) -> None:
+    asked = {"mode": "http", "url": served.url, "runtime_dir": str(served.runtime)}
+    for model, answers in ((pair.new, pair.new_answers), (pair.old, pair.old_answers)):
+        served.post("/pause")
+        served.post("/start_weight_update")
+        trainer.call(ranked.train_with_arguments, model, asked)
+        served.post("/finish_weight_update")
+        served.post("/resume")
+        assert served.answers() == answers
+
+
+def test_what_a_trainer_sends_wrongly_ends_its_update_and_leaves_the_weights(
+    served: Served, trainer: ChildProcess, pair: Pair
+) -> None:
+    asked = {"mode": "http", "url": served.url, "runtime_dir": str(served.runtime)}
+    served.post("/start_weight_update")
+    with pytest.raises(
+        EngineFailed, match=r"/update_weights answered 500.*k_proj.weight.* missing"
+    ):
+        trainer.call(ranked.train_with_arguments, pair.new, asked, _is_query)
+    assert served.answers() == pair.old_answers
+    served.post("/start_weight_update")  # the one before has ended
+    trainer.call(ranked.train_with_arguments, pair.old, asked)
+    served.post("/finish_weight_update")
+    assert served.answers() == pair.old_answers

@@ -11,6 +11,7 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,10 +32,11 @@ from clairai.weights.torch_buffers import ReceivedDeviceBuffer
 from clairai.wire.weights_messages import BufferFilled, BufferOffer
 from tests.support.cuda import UUIDS, CUresult, ToyDriver, install
 from tests.support.ring_engine import until
-from tests.support.weights import ToyLlm, plan, weights
+from tests.support.weights import ToyLlm, ToyRanks, plan, weights
 
 GPU = torch.device("cpu:0")  # not equal to the host's device, which has no index
-UUID = UUIDS[0].hex()
+SECOND_GPU = torch.device("cpu:1")
+UUID, SECOND_UUID = (uuid.hex() for uuid in UUIDS)
 
 
 @pytest.fixture
@@ -68,8 +70,8 @@ def _take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(checksum_kernel, name, alone)
 
 
-def open_device(handle: bytes, nbytes: int) -> ReceivedDeviceBuffer:
-    block = DeviceBlock.attach(handle, nbytes, UUID)
+def open_device(handle: bytes, nbytes: int, uuid: str = UUID) -> ReceivedDeviceBuffer:
+    block = DeviceBlock.attach(handle, nbytes, uuid)
     stream: Any = SimpleNamespace(device=GPU)
     return ReceivedDeviceBuffer(block, stream)
 
@@ -104,6 +106,45 @@ def test_weights_arrive_and_every_buffer_is_freed(
         assert is_clean(driver)
     assert driver.asked.count("cuMemAlloc") == 2 * len(weights(0))
     assert "cuMemAllocHost" not in driver.asked, "the host reads none of it"
+
+
+@pytest.fixture
+def ranks(driver: ToyDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyRanks]:
+    """Two ranks, each with a GPU of its own."""
+    gpus = [(uuid, partial(open_device, uuid=uuid)) for uuid in (UUID, SECOND_UUID)]
+    chosen = (GPU, SECOND_GPU), "a toy"
+    monkeypatch.setattr(transport, "choose_memories", lambda *_: chosen)
+    running = ToyRanks(tmp_path, 2, gpus)
+    yield running
+    running.close()
+    assert driver.opened == set()
+
+
+def test_each_rank_opens_buffers_on_its_own_gpu_alone(
+    ranks: ToyRanks, driver: ToyDriver, tmp_path: Path
+) -> None:
+    for seed, given in ((1, weights(1)), (2, iter(weights(2).items()))):
+        sent = sender(ranks, tmp_path).send(given)
+        assert (sent.home, sent.version) == ("device", seed)
+        assert [is_serving(rank, seed) for rank in ranks.ranks] == [True, True]
+        assert is_clean(driver)
+    assert driver.asked.count("cuMemAlloc") == 2 * 2 * len(weights(0))
+
+
+def test_a_tensor_is_gathered_once_whatever_the_number_of_gpus(
+    ranks: ToyRanks, tmp_path: Path
+) -> None:
+    gathered: list[str] = []
+
+    class Shard(torch.Tensor):  # type: ignore[misc]
+        def full_tensor(self) -> torch.Tensor:
+            gathered.append("once")
+            return self.as_subclass(torch.Tensor)
+
+    shards = {name: tensor.as_subclass(Shard) for name, tensor in weights(1).items()}
+    sender(ranks, tmp_path).send(shards)
+    assert len(gathered) == len(shards)
+    assert is_serving(ranks.ranks[1], 1)
 
 
 def test_a_failed_load_frees_every_buffer(llm: ToyLlm, driver: ToyDriver, tmp_path: Path) -> None:

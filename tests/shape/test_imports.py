@@ -60,7 +60,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("local", "probe", "vector", "fields", "settings", "store", "ring", "match", "spool"),
         *("library", "compat.install", "compat.engine_cores"),
     },
-    "weights": {*COMMON, "local", "probe", "vector", "library", "weights"},
+    "weights": {
+        *COMMON,
+        *("local", "probe", "vector", "library", "weights"),
+        "compat.weight_trainer",  # named here for users of vLLM's trainer interface
+    },
     "integrations": {"errors", "library.http_client", "integrations"},
     "sidecar": {*COMMON, "local", "ring", "match", "sidecar"},
     "proxy": {

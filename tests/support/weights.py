@@ -6,7 +6,7 @@ Real: manifest, checks, socket, buffers, updater, control messages. Toy: the mod
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -157,13 +157,22 @@ class ToyLlm:
 class ToyRanks(ToyLlm):
     """An engine of several ranks; the first one is the engine that a Sender sees."""
 
-    def __init__(self, folder: Path, num_ranks: int) -> None:
-        epoch, devices = secrets.randbits(63), (CPU,) * num_ranks
+    def __init__(
+        self,
+        folder: Path,
+        num_ranks: int,
+        gpus: Sequence[tuple[str, OpenDeviceBuffer]] = (),
+    ) -> None:
+        """`gpus` are those of the ranks, if they have any."""
+        devices = tuple(uuid for uuid, _ in gpus) or (CPU,) * num_ranks
+        memories = gpus or [(CPU, refuse_device_buffer)] * num_ranks
+        epoch = secrets.randbits(63)
         first, *others = (RankPlace(devices, rank, epoch) for rank in range(num_ranks))
-        super().__init__(
-            folder, core_control=CoreControl(None, (), num_ranks=num_ranks), place=first
-        )
-        self.ranks = [self, *(ToyLlm(folder, place=place) for place in others)]
+        control = CoreControl(None, (), num_ranks=num_ranks)
+        super().__init__(folder, None, control, memories[0], place=first)
+        self.ranks: list[ToyLlm] = [self]
+        for memory, place in zip(memories[1:], others, strict=True):
+            self.ranks.append(ToyLlm(folder, gpu=memory, place=place))
 
     def ask_ranks(self, message: bytes) -> list[bytes]:
         return [rank.answer(message) for rank in self.ranks]

@@ -18,16 +18,14 @@ from clairai.compat.check_engine import check_steering_mode
 from clairai.compat.extra_args import read_cache_keys
 from clairai.compat.find_config import CONFIG_KEY
 from clairai.engine.capture.capture_resolver import CaptureResolver
-from clairai.engine.core_control import AskWorkers, CoreControl, encode_plan
+from clairai.engine.core_control import AskWorkers, CoreControl
 from clairai.engine.steer.steering_registry import SteeringLimits, SteeringRegistry
 from clairai.engine.used_streams import UsedStreams
 from clairai.errors import WeightsBusyError, WeightsError
-from clairai.library.engine_control import read_reply
 from clairai.probe.bank import EngineBank
 from clairai.settings import ResolvedSettings, Settings, resolve_settings
 from clairai.store.stored_streams import StoredStreams
 from clairai.weights.manifest import changes_model, parse_manifest
-from clairai.wire.weights_messages import WeightsPlanned
 
 MIN_GATE_SLOTS: Final = 4096
 _CONTROL: Final = "clairai_core_control"
@@ -76,28 +74,23 @@ def _make_core_control(core: Any) -> CoreControl:
     return CoreControl(registry, resolved.probes, change, guard, bank, num_ranks)
 
 
-def update_weights(core: Any, given: Mapping[str, Any], ask_workers: AskWorkers) -> list[None]:
+def update_weights(core: Any, called: Mapping[str, Any], ask_workers: AskWorkers) -> list[None]:
     """Do what vLLM's callers ask of `update_weights` on all ranks, or on none.
 
     AsyncLLM.update_weights   v1/engine/async_llm.py   0.26, 0.32:1340: kwargs["update_info"]
     Asked of the ranks themselves, one that raises would leave the replies of the others in vLLM's
     queues, for the next call to find (v1/executor/multiproc_executor.py collective_rpc, 0.32).
     """
-    info = (given.get("kwargs") or {}).get("update_info")
+    info = (called.get("kwargs") or {}).get("update_info")
     if info is None:
-        info = next(iter(given.get("args") or ()), None)
+        info = next(iter(called.get("args") or ()), None)
     if not isinstance(info, dict) or len(info) != 1 or not {*info} <= {"plan", "manifest"}:
         raise WeightsError(
             "backend clairai_ipc takes a plan or a manifest in update_info; use "
             "clairai.weights.Sender, or vLLM's trainer with the backend's name"
         )
-    ((kind, text),) = info.items()
-    raw = str(text).encode()
-    if kind == "plan":
-        (reply,) = get_core_control(core).control(encode_plan(raw), ask_workers)
-        read_reply(reply, WeightsPlanned)
-    else:
-        get_core_control(core).commit_begun(raw, ask_workers)
+    given = {kind: str(text).encode() for kind, text in info.items()}
+    get_core_control(core).update_begun(given.get("plan"), given.get("manifest"), ask_workers)
     return [None] * core.vllm_config.parallel_config.world_size
 
 

@@ -65,7 +65,7 @@ class SyncClientEngine:
 
 
 @dataclass
-class ClairaiTrainerInitInfo(_TrainerInfoBase):  # type: ignore[misc]
+class TrainerInitInfo(_TrainerInfoBase):  # type: ignore[misc]
     """For vLLM's WeightTransferTrainerFactory; the fields of its IPCTrainerInitInfo are accepted.
 
     Buffers are always packed, so that `packed` means nothing. `runtime_dir` is the folder of the
@@ -81,12 +81,10 @@ class ClairaiTrainerInitInfo(_TrainerInfoBase):  # type: ignore[misc]
 class ClairaiTrainerEngine(_TrainerBase):  # type: ignore[misc]
     """Sends a WeightSource each round. Every rank of a trainer takes part, the first one sends."""
 
-    init_info_cls = ClairaiTrainerInitInfo
+    init_info_cls = TrainerInitInfo
 
     @classmethod
-    def trainer_init(
-        cls, init_info: ClairaiTrainerInitInfo, *, client: Any, source: Any = None
-    ) -> Self:
+    def trainer_init(cls, init_info: TrainerInitInfo, *, client: Any, source: Any = None) -> Self:
         if source is None:
             raise WeightsError("a trainer needs a WeightSource: what shall it send?")
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)

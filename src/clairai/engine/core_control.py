@@ -33,7 +33,6 @@ from clairai.probe.model import Probe, replace_checked_directions
 from clairai.vector.files import loads
 from clairai.vector.model import Vector
 from clairai.vector.safetensors_format import dumps
-from clairai.weights.manifest import changes_model, parse_manifest
 from clairai.wire import control_messages, ring_messages, steering_messages, weights_messages
 
 REMEMBERED_REFUSALS: Final = 1024
@@ -214,40 +213,55 @@ class CoreControl:
             control, weights_messages.DescribeWeights | weights_messages.ListTensors
         ):
             return ask_workers(question)[0]
-        if not changes_model(parse_manifest(control.manifest)):
-            return ask_workers(question)[0]  # the first rank alone has the banks
-        match control:
-            case weights_messages.CommitWeights(manifest):
-                return self.commit_on_ranks(manifest, ask_workers, is_begun=False)
-            case weights_messages.PlanWeights(manifest):
-                # First of all, so that a plan that one rank refuses replaces none of another's.
-                checked = weights_messages.CheckWeights(manifest)
-                _require_all(ask_workers(_ENCODER.encode(self._with_known_vectors(checked))))
+        if isinstance(control, weights_messages.CommitWeights):
+            prepare = weights_messages.PrepareWeights(control.manifest, control.lent)
+            return self._commit_on_ranks(prepare, ask_workers, is_begun=False)
+        if isinstance(control, weights_messages.PlanWeights):
+            # Checked first, so that a plan that one rank refuses replaces none of another sender.
+            checked = weights_messages.CheckWeights(control.manifest)
+            _require_all(ask_workers(_ENCODER.encode(self._with_known_vectors(checked))))
         replies = ask_workers(question)
         _require_all(replies)
         return replies[0]
 
-    def commit_begun(self, manifest: bytes, ask_workers: AskWorkers) -> None:
-        """Commit a manifest in an update that a caller of vLLM's has begun, and will end.
+    def update_begun(self, plan: bytes | None, commit: bytes | None, ask: AskWorkers) -> None:
+        """Plan or commit a manifest in an update that a caller of vLLM's has begun, and will end.
 
-        That caller pauses the engine, or accepts that requests go on with other weights.
+        That caller pauses the engine, or accepts that requests go on with other weights. An error
+        ends the update, as it does with vLLM's own backends.
         """
-        ask = _explain_death(ask_workers)
-        self._follow_commit(self.commit_on_ranks(manifest, ask, is_begun=True))
+        ask = _explain_death(ask)
+        try:
+            if plan is not None:
+                _require_all([self._ask_ranks(weights_messages.PlanWeights(plan), ask)])
+            if commit is not None:
+                prepare = weights_messages.PrepareWeights(commit)
+                self._follow_commit(self._commit_on_ranks(prepare, ask, is_begun=True))
+        except EngineGoneError:
+            raise
+        except ClairaiError:
+            ask(_ENCODER.encode(weights_messages.AbandonWeights("", is_begun=True)))
+            raise
 
-    def commit_on_ranks(self, manifest: bytes, ask_workers: AskWorkers, *, is_begun: bool) -> bytes:
+    def _commit_on_ranks(
+        self, prepare: weights_messages.PrepareWeights, ask_workers: AskWorkers, *, is_begun: bool
+    ) -> bytes:
         """All ranks load new weights, or none: each is prepared before the first one loads.
 
         After that only vLLM's own loading can fail; then no rank may serve until a whole set comes.
         `is_begun`: a caller of vLLM's begins the update and ends it.
         """
-        prepare = self._with_known_vectors(weights_messages.PrepareWeights(manifest))
-        replies = ask_workers(_ENCODER.encode(prepare))
-        transfer = parse_manifest(manifest).transfer
+        replies = ask_workers(_ENCODER.encode(self._with_known_vectors(prepare)))
+        prepared = [_REPLY_DECODER.decode(reply) for reply in replies]
+        transfer = next(
+            (one.transfer for one in prepared if isinstance(one, weights_messages.WeightsPlanned)),
+            "",
+        )
         try:
             _require_all(replies)
         except ClairaiError:
-            ask_workers(_ENCODER.encode(weights_messages.AbandonWeights(transfer)))
+            if transfer:
+                ask_workers(_ENCODER.encode(weights_messages.AbandonWeights(transfer)))
             raise
         apply = weights_messages.ApplyWeights(transfer, is_begun)
         replies = ask_workers(_ENCODER.encode(apply))
@@ -259,7 +273,7 @@ class CoreControl:
         is_untouched = not loaded and all(one.code != WeightsTornError.code for one in refused)
         if not is_untouched:
             ask_workers(_ENCODER.encode(weights_messages.TearWeights()))
-            reasons = "; ".join(dict.fromkeys(one.reason for one in refused))
+            reasons = " and ".join(dict.fromkeys(one.reason.partition(";")[0] for one in refused))
             raise WeightsTornError(
                 f"{len(loaded)} of {len(outcomes)} ranks have the new weights: "
                 f"{reasons or 'they differ'}; send a whole set of weights, or restart the engine"
@@ -343,11 +357,6 @@ class CoreControl:
         self._probes = probes
         if self._registry is not None:
             self._registry.set_probes(probes)
-
-
-def encode_plan(manifest: bytes) -> bytes:
-    """The control message that plans a transfer."""
-    return _ENCODER.encode(weights_messages.PlanWeights(manifest))
 
 
 def _explain_death(ask_workers: AskWorkers) -> AskWorkers:

@@ -13,21 +13,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from clairai.compat.weight_trainer import ClairaiTrainerInitInfo as TrainerInitInfo
+    from clairai.compat.weight_trainer import TrainerInitInfo as TrainerInitInfo
     from clairai.weights.manifest import bank as bank
     from clairai.weights.sender import Sender as Sender
     from clairai.weights.sender import Sent as Sent
 
-__all__ = ["Sender", "Sent", "TrainerInitInfo", "bank"]
+__all__ = ["Sender", "Sent", "bank"]  # and TrainerInitInfo, which needs vLLM
 
 
 def __getattr__(name: str) -> object:
+    if name == "TrainerInitInfo":
+        from clairai.compat.weight_trainer import TrainerInitInfo
+
+        return TrainerInitInfo
     if name not in __all__:
         raise AttributeError(f"module 'clairai.weights' has no attribute {name!r}")
-    if name == "TrainerInitInfo":  # needs vLLM, which a sender does not
-        from clairai.compat.weight_trainer import ClairaiTrainerInitInfo
-
-        return ClairaiTrainerInitInfo
     from clairai.weights import manifest, sender
 
     return getattr(manifest if name == "bank" else sender, name)

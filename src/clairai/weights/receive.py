@@ -9,6 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -134,10 +135,9 @@ class TransferReceiver:
         return manifest
 
     def take(
-        self, raw: bytes, shared: SharedBytes | None = None
+        self, manifest: Manifest, shared: SharedBytes | None = None
     ) -> tuple[_VerifiedTransfer, PendingTransfer]:
-        """Verify what arrived, or is `shared`, and keep it until `finish`."""
-        manifest = self.check(raw)
+        """Verify what arrived for a checked manifest, or is `shared`; keep it until `finish`."""
         if shared is None:
             pending = self._tracker.take(manifest.transfer)
         else:
@@ -270,6 +270,7 @@ class WeightsUpdater:
         self._measure_needs = measure_needs
         self._expected: tuple[object, Mapping[str, ExpectedTensor]] | None = None
         self._prepared: _PreparedTransfer | None = None
+        self._nothing = ""  # a prepared transfer with nothing for this rank
         place = place or RankPlace((device,))
         self.receiver = TransferReceiver(
             folder, place, self.expected_tensors, open_device, find_groups
@@ -314,7 +315,11 @@ class WeightsUpdater:
         self.changes = _BankChanges()
         self._drop_prepared()
         try:
-            transfer, pending = self.receiver.take(raw, self.banks.shared)
+            manifest = self.receiver.check(raw)
+            if self.receiver.place.rank and not changes_model(manifest):
+                self._nothing = manifest.transfer  # the first rank alone has the banks
+                return self._nothing
+            transfer, pending = self.receiver.take(manifest, self.banks.shared)
             try:
                 self._prepared = self._check_prepared(transfer, pending)
             except BaseException:
@@ -324,7 +329,7 @@ class WeightsUpdater:
             if self.is_torn:  # by an earlier load
                 raise WeightsTornError(f"{error.reason}; and the weights are in pieces") from error
             raise
-        return transfer.manifest.transfer
+        return manifest.transfer
 
     def _check_prepared(
         self, transfer: _VerifiedTransfer, pending: PendingTransfer
@@ -341,6 +346,9 @@ class WeightsUpdater:
 
     def apply(self, transfer: str) -> None:
         """Load what was prepared; on an error nothing has changed, or `is_torn` is set."""
+        if transfer == self._nothing:
+            self._nothing = ""
+            return
         prepared, self._prepared = self._prepared, None
         if prepared is None or prepared.transfer.manifest.transfer != transfer:
             raise WeightsError(f"transfer {transfer} is not prepared here; send it again")
@@ -434,7 +442,7 @@ class WeightsControl:
     def answer(
         self, control: weights_messages.WeightsControl | weights_messages.RankControl
     ) -> weights_messages.WeightsReply:
-        shared = control.lent if isinstance(control, weights_messages.CommitWeights) else None
+        shared = getattr(control, "lent", None)  # of a commit
         self._updater.banks = Banks(
             columns=None if self._publisher is None else self._publisher.bank,
             vectors=getattr(control, "vectors", ()),  # of a question
@@ -474,8 +482,11 @@ class WeightsControl:
                 return weights_messages.WeightsPlanned(updater.prepare(manifest), 0)
             case weights_messages.ApplyWeights(transfer, is_begun):
                 return self._apply(transfer, is_begun=is_begun)
-            case weights_messages.AbandonWeights(transfer):
+            case weights_messages.AbandonWeights(transfer, is_begun):
                 updater.abandon(transfer)
+                if is_begun:
+                    with suppress(RuntimeError):  # none was begun
+                        self._worker.finish_weight_update()
                 return updater.state()
             case weights_messages.TearWeights():
                 updater.tear()

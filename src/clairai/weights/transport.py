@@ -408,7 +408,7 @@ class TransportChooser:
     ) -> Transport:
         if self.through == "host":
             return HostTransport(clients, _REQUESTED)
-        devices, reason = _choose_memories(sources, engine)
+        devices, reason = choose_memories(sources, engine)
         if devices and clients.is_same_process:
             devices, reason = (), _SAME_PROCESS
         if devices:
@@ -420,7 +420,7 @@ class TransportChooser:
         return HostTransport(clients, reason)
 
 
-def _choose_memories(
+def choose_memories(
     sources: Sequence[TensorSource], engine: Sequence[str]
 ) -> tuple[tuple[torch.device, ...], str]:
     """The GPU of each rank, or none for host memory; and the reason."""

@@ -88,6 +88,7 @@ class PrepareWeights(
     """Can you load all of it now? Keep it until the next question; nothing changes yet."""
 
     manifest: bytes
+    lent: SharedBytes | None = None
 
 
 class ApplyWeights(msgspec.Struct, frozen=True, tag="apply_weights", forbid_unknown_fields=True):
@@ -100,9 +101,13 @@ class ApplyWeights(msgspec.Struct, frozen=True, tag="apply_weights", forbid_unkn
 class AbandonWeights(
     msgspec.Struct, frozen=True, tag="abandon_weights", forbid_unknown_fields=True
 ):
-    """Another rank refused: forget this transfer, and keep the old weights."""
+    """Another rank refused: forget this transfer, and keep the old weights.
+
+    `is_begun`: end the update, too, that a caller of vLLM's has begun.
+    """
 
     transfer: str
+    is_begun: bool = False
 
 
 class TearWeights(msgspec.Struct, frozen=True, tag="tear_weights", forbid_unknown_fields=True):

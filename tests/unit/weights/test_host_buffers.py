@@ -34,13 +34,13 @@ def is_serving(llm: ToyLlm, seed: int) -> bool:
 def offers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[BufferOffer, int]]:
     """The offers that are made, and the memory of each."""
     seen: list[tuple[BufferOffer, int]] = []
-    original = BufferClient.offer
+    original = BufferClient.begin_offer
 
     def offer(self: BufferClient, made: BufferOffer, fds: tuple[int, ...]) -> None:
         seen.append((made, os.fstat(fds[0]).st_ino))
         original(self, made, fds)
 
-    monkeypatch.setattr(BufferClient, "offer", offer)
+    monkeypatch.setattr(BufferClient, "begin_offer", offer)
     return seen
 
 

@@ -19,6 +19,7 @@ from clairai.weights.transport import (
     HttpTransport,
     Transport,
     TransportChooser,
+    choose_memories,
     choose_memory,
 )
 from clairai.wire.weights_messages import WeightsState
@@ -72,6 +73,31 @@ def test_the_memory_is_chosen_by_where_tensors_and_engine_are(
     install(monkeypatch)
     home, said = choose_memory(found, engine)
     assert home == torch.device(device)
+    assert why in said
+
+
+@pytest.mark.parametrize(
+    ("found", "engine", "num_visible", "devices", "why"),
+    [
+        (on("cuda:0"), (FIRST, SECOND), 2, ("cuda:0", "cuda:1"), "sees the GPUs of all ranks"),
+        (on("cuda:1"), (SECOND, FIRST), 2, ("cuda:1", "cuda:0"), "sees the GPUs of all ranks"),
+        (on("cuda:0"), (FIRST, SECOND), 1, (), f"GPU {SECOND} of a rank cannot be seen"),
+        (on("cpu"), (FIRST, SECOND), 2, (), "in host memory"),
+        (on("cpu"), (CPU, CPU), 0, (), "no GPU"),
+    ],
+)
+def test_the_memory_of_several_ranks_is_that_of_their_gpus_if_all_are_seen(
+    monkeypatch: pytest.MonkeyPatch,
+    found: list[TensorSource],
+    engine: tuple[str, ...],
+    num_visible: int,
+    devices: tuple[str, ...],
+    why: str,
+) -> None:
+    install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
+    homes, said = choose_memories(found, engine)
+    assert homes == tuple(map(torch.device, devices))
     assert why in said
 
 
