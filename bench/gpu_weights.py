@@ -5,7 +5,10 @@ weights are sent from the same GPU, beside the measured speed of a copy within i
 own `ipc` weight transfer; a machine without one sends them through host memory. All numbers are
 made up, by both sides: time does not depend on them.
 Run: python -m bench.gpu_weights [--shape llama-3.1-8b] [--small qwen3-0.6b] [--rounds 5]
-     [--parts model banks many pause stock]
+     [--parts model banks many pause stock stock_pause]
+
+Beside vLLM's own `ipc`, and the pause that clients see of both, in one run:
+     python -m bench.gpu_weights --parts model stock pause stock_pause
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from bench.weights_sends import NUM_PROBES, TRANSFERS
 from bench.weights_shape import hollow, layers_of
 from tests.engine.process import ENVIRONMENT, EngineProcess
 
-PARTS: Final = ("model", "banks", "many", "pause", "stock")
+PARTS: Final = ("model", "banks", "many", "pause", "stock", "stock_pause")
 # Which engine each part needs: parts of one engine follow each other.
 ENGINE_OF: Final = {"model": "ours", "banks": "ours", "many": "small"}
 Starting = Mapping[str, Future[Any]]
@@ -99,11 +102,18 @@ class Bench:
         )
 
     def _start_pause(self) -> Any:
-        runtime = self._runtime("pause")
-        variables = {**ENVIRONMENT, **self._variables}
+        return self._start_server("pause", "clairai_ipc")
+
+    def _start_stock_pause(self) -> Any:
+        backend = weights_pause.vllm_backend(self._asked.device)
+        return self._start_server("stock_pause", backend, **weights_pause.FOR_TRAINERS)
+
+    def _start_server(self, name: str, backend: str, **more: str) -> Any:
+        variables = {**ENVIRONMENT, **self._variables, **more}
         if self._asked.device == "cuda":
             variables.pop("VLLM_CPU_KVCACHE_SPACE")
-        return weights_pause.start(self._models["model"], runtime, variables)
+        runtime = self._runtime(name)
+        return weights_pause.start(self._models["model"], runtime, variables, backend)
 
     @property
     def _variables(self) -> dict[str, str]:
@@ -164,6 +174,11 @@ class Bench:
         device, rounds = self._asked.device, self._asked.rounds
         runtime = self._folder / "run-pause"
         return weights_pause.measure(server, self._models["model"], runtime, device, rounds)
+
+    def _measure_stock_pause(self, server: Any) -> dict[str, Any]:
+        device, rounds = self._asked.device, self._asked.rounds
+        runtime, send = self._folder / "run-stock_pause", weights_pause.send_by_vllm
+        return weights_pause.measure(server, self._models["model"], runtime, device, rounds, send)
 
     def _measure_stock(self, engine: EngineProcess) -> dict[str, Any]:
         model, rounds = self._models["model"], self._asked.rounds

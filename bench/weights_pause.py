@@ -15,7 +15,7 @@ import multiprocessing
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -34,9 +34,14 @@ CLIENTS: Final = 8
 NUM_NEW: Final = 64
 SETTLE_S: Final = 1.0
 MODEL: Final = "served"
+# What vLLM's routes for trainers need, and its own `ipc` to unpickle what comes over them.
+FOR_TRAINERS: Final = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+Train = Callable[[Connection, str, Path, str, str], None]
 
 
-def start(model: Path, runtime: Path, variables: dict[str, str]) -> Server:
+def start(
+    model: Path, runtime: Path, variables: dict[str, str], backend: str = "clairai_ipc"
+) -> Server:
     """A server as users start it: compiled, with graphs."""
     config = clairai.config(points=["post_block.0"], runtime_dir=str(runtime))
     arguments = {
@@ -45,7 +50,7 @@ def start(model: Path, runtime: Path, variables: dict[str, str]) -> Server:
         "--dtype": "bfloat16",
         "--max-model-len": "1024",
         "--max-num-seqs": "16",
-        "--weight-transfer-config": '{"backend": "clairai_ipc"}',
+        "--weight-transfer-config": json.dumps({"backend": backend}),
     }
     if "VLLM_CPU_KVCACHE_SPACE" not in variables:
         arguments |= {"--gpu-memory-utilization": "0.1", "--kv-cache-memory-bytes": str(4 << 30)}
@@ -62,9 +67,20 @@ def _free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def measure(server: Server, model: Path, runtime: Path, device: str, rounds: int) -> dict[str, Any]:
+def measure(
+    server: Server,
+    model: Path,
+    runtime: Path,
+    device: str,
+    rounds: int,
+    train: Train | None = None,
+) -> dict[str, Any]:
+    """`train` sends in the trainer's process; a Sender unless told otherwise."""
     url = server.command.address.url
-    with _trainer(url, model, runtime, device) as trainer, _clients(url) as answers:
+    with (
+        _trainer(train or send_by_sender, url, model, runtime, device) as trainer,
+        _clients(url) as answers,
+    ):
         trainer.send(None)
         trainer.recv()  # warms
         time.sleep(SETTLE_S)
@@ -167,7 +183,9 @@ def _ask(url: str, prompt: list[int], answer: Answer) -> None:
 
 
 @contextmanager
-def _trainer(url: str, model: Path, runtime: Path, device: str) -> Iterator[Connection]:
+def _trainer(
+    train: Train, url: str, model: Path, runtime: Path, device: str
+) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=train, args=(theirs, url, model, str(runtime), device))
@@ -180,7 +198,7 @@ def _trainer(url: str, model: Path, runtime: Path, device: str) -> Iterator[Conn
         process.join(60)
 
 
-def train(pipe: Connection, url: str, model: Path, runtime: str, device: str) -> None:
+def send_by_sender(pipe: Connection, url: str, model: Path, runtime: str, device: str) -> None:
     """Send the same weights whenever it is told; runs in the trainer's process."""
     from clairai.weights import Sender
 
@@ -193,3 +211,45 @@ def train(pipe: Connection, url: str, model: Path, runtime: str, device: str) ->
             return
         sent = sender.send(held)
         pipe.send({"seconds": sent.seconds, "load_s": sent.load_s, "home": sent.home})
+
+
+def vllm_backend(device: str) -> str:
+    """vLLM's own backend, which needs a GPU; ours stands there without one."""
+    return "ipc" if device == "cuda" else "clairai_ipc"
+
+
+def send_by_vllm(pipe: Connection, url: str, model: Path, runtime: str, device: str) -> None:
+    """As above, by vLLM's own trainer (0.28 to 0.32) over its routes, with its own pause.
+
+    It does not say how long loading took: its `load_s` is 0.
+    """
+    import requests
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    held = random_tensors(shapes_of(model), device, seed=1)
+    trainer = WeightTransferTrainerFactory.trainer_init(
+        _trainer_info(device, runtime),
+        client=HTTPVLLMWeightSyncClient(url),
+        source=list(held.items()),
+    )
+    while True:
+        try:
+            pipe.recv()
+        except EOFError:
+            return
+        began_s = time.perf_counter()
+        requests.post(f"{url}/pause?mode=wait", timeout=120).raise_for_status()
+        trainer.send_weights()
+        requests.post(f"{url}/resume", timeout=120).raise_for_status()
+        pipe.send({"seconds": time.perf_counter() - began_s, "load_s": 0.0, "home": "vllm"})
+
+
+def _trainer_info(device: str, runtime: str) -> Any:
+    if device != "cuda":
+        from clairai.weights import TrainerInitInfo
+
+        return TrainerInitInfo(rank=0, runtime_dir=runtime)
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+    return IPCTrainerInitInfo(rank=0)

@@ -14,13 +14,44 @@ NUM_NEW: Final = 12
 PROMPTS: Final = (tuple(range(10, 40)), tuple(range(100, 108)))
 
 
-def answers(llm: Any) -> list[tuple[int, ...]]:
+def is_query(name: str) -> bool:
+    return name.endswith("q_proj.weight")
+
+
+def is_attention(name: str) -> bool:
+    return ".self_attn." in name
+
+
+def is_no_attention(name: str) -> bool:
+    return ".self_attn." not in name
+
+
+def greedy(folder: Path) -> list[tuple[int, ...]]:
+    """What Hugging Face's model answers to all prompts."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for prompt in PROMPTS:
+        tokens = list(prompt)
+        for _ in range(NUM_NEW):
+            with torch.no_grad():
+                logits_V = model(torch.tensor([tokens])).logits[0, -1]
+            tokens.append(int(logits_V.argmax()))
+        found.append(tuple(tokens[len(prompt) :]))
+    return found
+
+
+def answers(llm: Any, adapter: str | None = None) -> list[tuple[int, ...]]:
     """Greedy tokens of all prompts."""
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     asked = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
     given = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, detokenize=False)
-    outputs = llm.generate(asked, given, use_tqdm=False)
+    lora = None if adapter is None else LoRARequest("adapter", 1, adapter)
+    outputs = llm.generate(asked, given, use_tqdm=False, lora_request=lora)
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 

@@ -91,10 +91,6 @@ def _is_of_the_others(name: str) -> bool:
     return ONE_LAYER not in name
 
 
-def _is_query(name: str) -> bool:
-    return name.endswith("q_proj.weight")
-
-
 def test_both_ranks_get_a_whole_set_and_there_is_one_version(
     parallel: EngineProcess, pair: Pair
 ) -> None:
@@ -124,7 +120,7 @@ def test_a_part_of_the_model_changes_that_part_alone(parallel: EngineProcess, pa
 
 
 def test_half_a_layer_is_refused_by_name(parallel: EngineProcess, pair: Pair) -> None:
-    kind, text = parallel.call(ranked.refuse_part, pair.new, _is_query)
+    kind, text = parallel.call(ranked.refuse_part, pair.new, ranked.is_query)
     assert kind == "WeightsError"
     assert "k_proj.weight" in text
     assert "send all 3 tensors of that layer" in text
@@ -316,7 +312,7 @@ def test_what_a_trainer_sends_wrongly_ends_its_update_and_leaves_the_weights(
     with pytest.raises(
         EngineFailed, match=r"/update_weights answered 500.*k_proj.weight.* missing"
     ):
-        trainer.call(ranked.train_with_arguments, pair.new, asked, _is_query)
+        trainer.call(ranked.train_with_arguments, pair.new, asked, ranked.is_query)
     assert served.answers() == pair.old_answers
     served.post("/start_weight_update")  # the one before has ended
     trainer.call(ranked.train_with_arguments, pair.old, asked)

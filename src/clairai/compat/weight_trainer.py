@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Final, Protocol, Self
 from vllm.distributed.weight_transfer import base
 
 from clairai.compat.install import TRANSFER_BACKEND, register_trainer
-from clairai.errors import UnsupportedError, WeightsError, quote
+from clairai.errors import UnsupportedError, WeightsError, printable, quote
 from clairai.local.private_socket import runtime_dir
 from clairai.weights.sender import Sender
 from clairai.weights.trainer_session import take_state
@@ -154,7 +154,8 @@ class HttpSyncClient:
 
         answer = requests.post(f"{self._url}/{path}", json=body, timeout=_ANSWER_TIMEOUT_S)
         if not answer.ok:
-            raise WeightsError(f"/{path} answered {answer.status_code}: {quote(answer.text)}")
+            said = printable(answer.text, limit=1000)
+            raise WeightsError(f"/{path} answered {answer.status_code}: {said}")
 
 
 class RaySyncClient:
