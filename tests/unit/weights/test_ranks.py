@@ -58,6 +58,25 @@ def test_all_ranks_load_what_is_sent_once(llm: ToyRanks, sender: Sender) -> None
     assert served(llm) == [2, 2, 2]
 
 
+def test_tensors_of_an_iterator_may_share_their_memory(llm: ToyRanks, tmp_path: Path) -> None:
+    """As an FSDP trainer may gather them; buffers of one tensor, of some, of all."""
+
+    def gather(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+        memory_N = torch.empty(50 * 16)
+        for name, tensor in weights(seed).items():
+            gathered = memory_N[: tensor.numel()].view(tensor.shape)
+            gathered.copy_(tensor)
+            yield name, gathered
+        memory_N.fill_(float("nan"))
+
+    for seed, buffer_bytes in ((1, 1), (2, 2000), (3, 1 << 20)):
+        sender = Sender(llm, runtime_dir=str(tmp_path), buffer_bytes=buffer_bytes)
+        assert sender.send(gather(seed)).num_tensors == len(weights(0))
+        assert served(llm) == [seed] * 3
+    with pytest.raises(WeightsError, match="the iterator has no tensor"):
+        sender.send(iter(()))
+
+
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_rank_without_room_keeps_all_at_the_old_weights(
     llm: ToyRanks, sender: Sender, rank: int
