@@ -45,7 +45,7 @@ class Answer:
 
 def answer(llm: Any, asks: list[Ask]) -> list[Answer]:
     """All in one call: they share steps."""
-    return list(map(_read, generate(llm, asks)))
+    return list(map(read, generate(llm, asks)))
 
 
 def generate(llm: Any, asks: list[Ask]) -> list[Any]:
@@ -84,7 +84,7 @@ def _params(ask: Ask, **fields: Any) -> Any:
     )
 
 
-def _read(output: Any) -> Answer:
+def read(output: Any) -> Answer:
     (found,) = output.outputs
     steps = found.logprobs or ()  # None for one that failed before its first token
     logprobs = tuple({token: one.logprob for token, one in step.items()} for step in steps)
@@ -157,7 +157,7 @@ def answer_and_score(llm: Any, asks: list[Ask], probe: str) -> tuple[list[Answer
     outputs = generate(llm, asks)
     found = [scores[0] for scores in clairai.scores(llm, outputs)]
     generated = [one[probe][one.num_prompt :].tolist() for one in found]
-    return list(map(_read, outputs)), generated
+    return list(map(read, outputs)), generated
 
 
 def abort_one(llm: Any, ask: Ask, num_steps: int) -> int:
@@ -187,4 +187,4 @@ def amend_after(llm: Any, ask: Ask, num_steps: int, steer: list[Any]) -> tuple[i
     done: list[Any] = []
     while engine.has_unfinished_requests():
         done += [output for output in engine.step() if output.finished]
-    return position, _read(done[0])
+    return position, read(done[0])

@@ -45,6 +45,7 @@ class Plan:
     new: list[tuple[int, int, int]] = field(default_factory=list)  # prompt, cached, choice
     media: list[list[int]] = field(default_factory=list)  # of the first new ones, by position
     counts: list[int] = field(default_factory=list)  # tokens for each request, in batch order
+    rejected: list[int] = field(default_factory=list)  # drafts of each, in batch order
     preempt: list[tuple[int, int]] = field(default_factory=list)  # whom, to which position
     order: int = 0
 
@@ -59,6 +60,7 @@ plans = st.builds(
         max_size=4,
     ),
     counts=st.lists(st.integers(0, 12), max_size=12),
+    rejected=st.lists(st.integers(0, 4), max_size=12),
     preempt=st.lists(st.tuples(numbers, numbers), max_size=1),
     order=numbers,
 )
@@ -122,11 +124,26 @@ class ToyEngine:
         starts = [self.live[req_id].next_position for req_id in batch]
         given = StepBatch(batch, np.array(counts, np.int32), np.array(starts, np.int32))
         steps = self.builder.build(given) if batch else self.builder.build_idle()
+        rejected = [
+            min(asked, self._count_possible_drafts(req_id, count))
+            for req_id, count, asked in zip(batch, counts, plan.rejected, strict=False)
+        ]
+        rejected += [0] * (len(batch) - len(rejected))
+        if any(rejected):
+            self.builder.reject(np.array(rejected, np.int32))
+            steps = steps.leave_out(np.array(rejected, np.int32))
         positions = [s + i for s, n in zip(starts, counts, strict=True) for i in range(n)]
         filled = steps.fill(np.array(positions, np.int64), np.array(positions, np.int32) * 7)
         assert steps.num_tokens == len(positions)
         found = [Row(*map(int, row)) for row in filled]
-        return found, self._expected(batch, counts)
+        kept = [count - drafts for count, drafts in zip(counts, rejected, strict=True)]
+        return found, self._expected(batch, kept)
+
+    def _count_possible_drafts(self, req_id: str, count: int) -> int:
+        """Behind the token that was sampled last, and behind all that was ever forwarded."""
+        request = self.live[req_id]
+        first = max(request.next_position + 1, request.forwarded_to)
+        return max(request.next_position + count - first, 0)
 
     def _expected(self, batch: list[str], counts: list[int]) -> list[Row]:
         events, self._pending = self._pending, []

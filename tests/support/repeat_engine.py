@@ -54,6 +54,9 @@ class Other:
     def place(self, batch: StepBatch) -> None:
         self.events.append(("place", list(batch.req_ids), batch.starts_R.tolist()))
 
+    def reject(self, rejected_R: Any) -> None:
+        self.events.append(("reject", rejected_R.tolist()))
+
     def end(self, inputs: Any) -> None:
         inputs()
         self.events.append("end")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from clairai.engine.steer.steer_tables import SteerTables
 from clairai.engine.steer.steering_plan import SteeringPlan
@@ -53,6 +54,25 @@ class Request:
         return x_D, residual_D
 
 
+class Drafted(Request):
+    """What a request would have become with drafts that were rejected."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request.plan, seed=request.next_position + 1000)
+        self._request = request
+        self._own: State | None = None
+
+    @property
+    def state(self) -> State:
+        if self._own is None:
+            self._own = dict(self._request.state)
+        return self._own
+
+    @state.setter
+    def state(self, state: State) -> None:
+        """Not yet: the request's own tokens of the step come first."""
+
+
 @dataclass(frozen=True)
 class Seen:
     """One site in one step: its tensors before and after, and the expected rows."""
@@ -89,11 +109,13 @@ class ToyFleet:
         if request.plan is not None:
             self.steering.add(req_id, request.plan)
 
-    def place(self, counts: dict[str, int]) -> list[tuple[Request, int]]:
+    def place(
+        self, counts: dict[str, int], drafts_R: NDArray[np.int32] | None = None
+    ) -> list[tuple[Request, int]]:
         """Lay out a step, and return the request and position of each row."""
         starts = [self.live[req_id].next_position for req_id in counts]
         counts_R = np.array([*counts.values()], np.int32)
-        self.steering.place(StepBatch([*counts], counts_R, np.array(starts, np.int32)))
+        self.steering.place(StepBatch([*counts], counts_R, np.array(starts, np.int32), drafts_R))
         for req_id, count in counts.items():
             self.live[req_id].next_position += count
         return [
@@ -103,7 +125,30 @@ class ToyFleet:
         ]
 
     def step(self, counts: dict[str, int], num_padded: int = 3) -> list[Seen]:
-        places = self.place(counts)
+        return self._run(self.place(counts), num_padded)
+
+    def step_with_drafts(self, counts: dict[str, int], rejected: dict[str, int]) -> list[Seen]:
+        """As `step`, but the last tokens of each request are drafts, and so many are rejected.
+
+        Those are other tokens than the request will have there, and are steered as if they had
+        been its own.
+        """
+        rejected_R = np.array([rejected[req_id] for req_id in counts], np.int32)
+        drafts_R = np.maximum(np.array([*counts.values()], np.int32) - 1, 0)
+        places = self.place(counts, drafts_R)
+        at = 0
+        for (req_id, count), num_rejected in zip(counts.items(), rejected_R.tolist(), strict=True):
+            at += count
+            request = self.live[req_id]
+            request.next_position -= num_rejected
+            wrong = Drafted(request)
+            for row in range(at - num_rejected, at):
+                places[row] = (wrong, places[row][1])
+        seen = self._run(places, 3)
+        self.steering.reject(rejected_R)
+        return seen
+
+    def _run(self, places: list[tuple[Request, int]], num_padded: int) -> list[Seen]:
         for index, (request, position) in enumerate(places):
             self._token_ids_T[index] = request.token(position)
         rows = [{s: np.add(*r.parts(p, s)) for s in SITES} for r, p in places]
@@ -170,6 +215,19 @@ def random_history(
             held.close(str(rng.choice([*held.live])))
         for seen in held.step(_random_counts(held, rng), num_padded=int(rng.integers(4))):
             found += [f"step {number}, {fault}" for fault in faults(seen, tolerance)]
+    return found
+
+
+def speculative_history(held: ToyFleet, rng: np.random.Generator, num_steps: int) -> list[str]:
+    """Prefills, then steps of which each request loses some of its last tokens; wrong rows."""
+    held.tables.keep_states()
+    for number in range(3):
+        held.open(f"r{number}", Request(rich_plan(rng), seed=int(rng.integers(1 << 30))))
+    found = wrong_in(held.step({req_id: int(rng.integers(1, 5)) for req_id in held.live}))
+    for _ in range(num_steps):
+        counts = {req_id: int(rng.integers(1, 5)) for req_id in held.live}
+        rejected = {req_id: int(rng.integers(count)) for req_id, count in counts.items()}
+        found += wrong_in(held.step_with_drafts(counts, rejected))
     return found
 
 

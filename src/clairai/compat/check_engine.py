@@ -16,6 +16,10 @@ from clairai.errors import UnsupportedError
 FIRST_VLLM: Final = (0, 26)
 LAST_VLLM: Final = (0, 32)
 
+# vLLM's methods of speculation under which rows are known to be right; each of MTP's is `mtp` too.
+SPECULATIVE_METHODS: Final = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
+FIRST_SPECULATING: Final = (0, 32)  # releases before were not tried with speculation
+
 ModeCheck = Callable[[Any], bool]
 
 
@@ -25,10 +29,15 @@ def vllm_version() -> str:
     return str(vllm.__version__)
 
 
+def _read_version(version: str) -> tuple[int, ...]:
+    """Major and minor number; empty if there are none."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return () if numbers is None else tuple(map(int, numbers.groups()))
+
+
 def check_version(version: str, *, allow_untested: bool) -> None:
     """Refuse a vLLM outside the tested range, unless the user takes the risk."""
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    is_tested = numbers is not None and FIRST_VLLM <= tuple(map(int, numbers.groups())) <= LAST_VLLM
+    is_tested = FIRST_VLLM <= _read_version(version) <= LAST_VLLM
     if is_tested or allow_untested:
         return
     raise UnsupportedError(
@@ -75,6 +84,10 @@ def _has_stages(config: Any) -> bool:
 
 def _count_local_cores(config: Any) -> int:
     return int(_read_path(config, "parallel_config.data_parallel_size_local") or 1)
+
+
+def _is_speculating(config: Any) -> bool:
+    return bool(_read_path(config, "speculative_config"))
 
 
 # Each of these would give wrong or missing rows, or has not been proven to give right ones.
@@ -126,8 +139,24 @@ REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
         ),
     ),
     (
-        "speculative decoding (rejected draft tokens would be reported as rows)",
-        _is_set("speculative_config"),
+        "speculative decoding on a GPU (drafts are rejected there after the step is published)",
+        lambda config: (
+            _is_speculating(config) and _read_path(config, "device_config.device_type") != "cpu"
+        ),
+    ),
+    (
+        f"speculative decoding by a method other than {', '.join(SPECULATIVE_METHODS)} (rejected "
+        "drafts might be reported as rows)",
+        lambda config: (
+            _is_speculating(config)
+            and _read_path(config, "speculative_config.method") not in SPECULATIVE_METHODS
+        ),
+    ),
+    (
+        "speculative decoding with vLLM before 0.32 (not tried)",
+        lambda config: (
+            _is_speculating(config) and _read_version(vllm_version()) < FIRST_SPECULATING
+        ),
     ),
     (
         "KV-sharing fast prefill (later layers see fewer rows than earlier ones)",

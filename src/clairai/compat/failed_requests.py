@@ -53,15 +53,16 @@ def send_failures(runner: Any, failures: Mapping[str, str]) -> None:
         output = original(*args, **kwargs)
         if output is None:  # vLLM has no output for this step
             send_failures(runner, failures)
-        return _attach(output, failures)
+        return attach_failures(output, failures)
 
     runner.sample_tokens = sample_tokens
 
 
-def _attach(output: Any, failures: Mapping[str, str]) -> Any:
+def attach_failures(output: Any, failures: Mapping[str, str]) -> Any:
+    """The output of a step, with the failures of its requests; None stays None."""
     if hasattr(output, "get_output"):  # vLLM asks for the real one when the device is done
         read = output.get_output
-        output.get_output = lambda: _attach(read(), failures)
+        output.get_output = lambda: attach_failures(read(), failures)
     elif output is not None:
         output = copy.copy(output)  # vLLM shares one empty output
         setattr(output, FAILURES, {**getattr(output, FAILURES, {}), **failures})

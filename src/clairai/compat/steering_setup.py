@@ -54,6 +54,8 @@ def _make_tables(worker: Any, settings: Settings, names: Sequence[str], width: i
         device=str(model_runner.device),
         dtype=config.model_config.dtype,
     )
+    if config.speculative_config is not None:
+        tables.keep_states()
     special_ids = _list_special_ids(config.model_config)
     if special_ids is not None:
         tables.set_special(special_ids)

@@ -24,7 +24,7 @@ from clairai.compat.extra_args import (
     read_mark,
     read_steering_plan,
 )
-from clairai.compat.failed_requests import send_failures
+from clairai.compat.failed_requests import attach_failures, send_failures
 from clairai.engine.publish.publisher import ForwardListener
 from clairai.engine.publish.repeat_path import RepeatPath, RunnerMethod
 from clairai.engine.score.score_tables import ScoreTables
@@ -50,6 +50,8 @@ def connect_listeners(
 ) -> Callable[[], ForwardInputs]:
     """Call the listeners at every step of `runner`; gives a reader of its input buffers."""
     guard = StepGuard(listeners)
+    if getattr(runner, "speculative_config", None) is not None:
+        return connect_speculating(runner, guard)
     if hasattr(runner, "prepare_inputs") and hasattr(runner, "req_states"):
         runner.prepare_inputs = _wrap_prepare_inputs_v2(runner.prepare_inputs, guard, repeat_path)
         inputs = _RunnerInputs(functools.partial(_read_inputs_v2, runner))
@@ -90,6 +92,109 @@ def _wrap_execute_model(
     return repeat_path.wrap_execute_model(
         original, wrapped, functools.partial(_end_step, runner, guard, inputs), names
     )
+
+
+def connect_speculating(runner: Any, guard: StepGuard) -> Callable[[], ForwardInputs]:
+    """Call the listeners at every step of a runner, V1 on a CPU, whose last tokens may be drafts.
+
+    A step ends behind its sampler, which says how many drafts stand, and before the drafter, whose
+    model has no taps and buffers of its own (v1/spec_decode/llm_base_proposer.py, 0.32:185).
+    """
+    inputs = _RunnerInputs(functools.partial(_read_inputs_v1, runner))
+    runner._prepare_inputs = _wrap_prepare_drafts(runner, guard, inputs)
+    runner._sample = _wrap_sample(runner, guard, inputs)
+    runner.sample_tokens = _wrap_sample_tokens(runner.sample_tokens, guard)
+    runner.execute_model = _wrap_execute_drafts(runner.execute_model, guard, inputs)
+    runner._dummy_run = _wrap_dummy_run(runner._dummy_run, guard)
+    return inputs
+
+
+def _wrap_execute_drafts(
+    original: RunnerMethod, guard: StepGuard, inputs: Callable[[], ForwardInputs]
+) -> RunnerMethod:
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        _begin_step(guard, args[0] if args else kwargs["scheduler_output"])
+        result = original(*args, **kwargs)
+        if guard.batch is None:  # nothing was forwarded, and nothing will be sampled
+            guard.end(inputs)
+        return result
+
+    return wrapped
+
+
+def _wrap_prepare_drafts(
+    runner: Any, guard: StepGuard, inputs: Callable[[], ForwardInputs]
+) -> RunnerMethod:
+    """_prepare_inputs(scheduler_output, num_scheduled_tokens), 0.32:1920.
+
+    An engine that schedules ahead does not know here how many drafts of the last step stand, and
+    counts all of them (num_computed_tokens_cpu); the positions that the forward reads are right.
+    SchedulerOutput.scheduled_spec_decode_tokens: v1/core/sched/output.py, 0.32.
+    """
+    original: RunnerMethod = runner._prepare_inputs
+
+    @functools.wraps(original)
+    def wrapped(scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(scheduler_output, num_scheduled_tokens, *args, **kwargs)
+        num_reqs = runner.input_batch.num_reqs
+        req_ids = runner.input_batch.req_ids[:num_reqs]
+        counts_R = num_scheduled_tokens[:num_reqs].astype(np.int32)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        drafts_R = np.array([len(drafts.get(req_id, ())) for req_id in req_ids], np.int32)
+        positions_T = inputs().positions_T.numpy()
+        starts_R = positions_T[np.cumsum(counts_R) - counts_R].astype(np.int32)
+        guard.place(StepBatch(req_ids, counts_R, starts_R, drafts_R))
+        return result
+
+    return wrapped
+
+
+def _wrap_sample(
+    runner: Any, guard: StepGuard, inputs: Callable[[], ForwardInputs]
+) -> RunnerMethod:
+    """_sample(logits, spec_decode_metadata) -> SamplerOutput, 0.32:3437."""
+    original: RunnerMethod = runner._sample
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        batch = guard.batch
+        if batch is not None and batch.drafts_R is not None:
+            sampled_RK = output.sampled_token_ids.numpy()
+            rejected_R = count_rejected(batch.drafts_R, sampled_RK, runner.input_batch.vocab_size)
+            if rejected_R.any():
+                guard.reject(rejected_R)
+            guard.end(inputs)
+        return output
+
+    return wrapped
+
+
+def count_rejected(
+    drafts_R: NDArray[np.int32], sampled_RK: NDArray[np.integer], vocabulary: int
+) -> NDArray[np.int32]:
+    """How many drafts of each request the sampler rejects.
+
+    For each draft that stands, and then once, it gives a token; the rest of a request's row is
+    filled up (v1/sample/rejection_sampler.py parse_output, 0.32:268). A request without drafts may
+    have no token at all, or one that is discarded.
+    """
+    num_sampled_R = ((sampled_RK >= 0) & (sampled_RK < vocabulary)).sum(axis=1, dtype=np.int32)
+    rejected_R: NDArray[np.int32] = np.clip(drafts_R + 1 - num_sampled_R, 0, drafts_R)
+    return rejected_R
+
+
+def _wrap_sample_tokens(original: RunnerMethod, guard: StepGuard) -> RunnerMethod:
+    """sample_tokens(grammar_output), 0.32:4304: with the step's output leave its failures."""
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        failures = {} if output is None else guard.take_failures()
+        return attach_failures(output, failures) if failures else output
+
+    return wrapped
 
 
 def _begin_step(guard: StepGuard, scheduled: Any) -> None:

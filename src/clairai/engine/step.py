@@ -49,6 +49,9 @@ class StepBatch(msgspec.Struct, frozen=True):
     req_ids: Sequence[str]
     counts_R: NDArray[np.int32]  # tokens forwarded for each request
     starts_R: NDArray[np.int32]  # absolute position of the first of them
+    # How many of the last of them are drafts, which the sampler may reject; None: the engine does
+    # not speculate.
+    drafts_R: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,14 @@ class StepListener(Protocol):
     def place(self, batch: StepBatch) -> None:
         """The batch is laid out; the forward has not begun."""
 
+    def reject(self, rejected_R: NDArray[np.int32]) -> None:
+        """The sampler rejects so many of the last tokens of each request: they never were.
+
+        Only in an engine that speculates, between `place` and `end`.
+        """
+
     def end(self, inputs: Callable[[], ForwardInputs]) -> None:
-        """The forward is queued on the device."""
+        """The forward is queued on the device; with speculation, the sampler has judged it too."""
 
     def drop(self, req_id: str, reason: str) -> None:
         """The request has failed and is dropped, whether or not this listener knows it."""

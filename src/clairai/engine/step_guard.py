@@ -11,6 +11,9 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from clairai.engine.step import ForwardInputs, NewRequest, StepBatch, StepListener
 from clairai.errors import ClairaiError
 
@@ -61,6 +64,20 @@ class StepGuard:
                 listener.place(batch)
             except Exception as error:
                 self._fail_each(listener.place_failed(batch), listener, error)
+
+    @property
+    def batch(self) -> StepBatch | None:
+        """The batch of this step; None if it is not placed, or forwards nothing."""
+        return self._batch
+
+    def reject(self, rejected_R: NDArray[np.int32]) -> None:
+        """Before `end`: the sampler rejects so many of the last tokens of each request."""
+        batch = self._batch
+        for listener in self._listeners:
+            try:
+                listener.reject(rejected_R)
+            except Exception as error:
+                self._fail_each(listener.end_failed(batch), listener, error)
 
     def end(self, inputs: Callable[[], ForwardInputs]) -> bool:
         """True if all listeners can skip a step with the same batch."""

@@ -48,6 +48,7 @@ def config(path: str = "", value: object = None) -> Any:
         **{part: SimpleNamespace(**attributes) for part, attributes in parts.items()},
         compilation_config=compilation,
         speculative_config=value if path == "speculative_config" else None,
+        device_config=SimpleNamespace(device_type="cpu"),
     )
 
 
@@ -67,7 +68,7 @@ MODES = [
     ("parallel_config.ubatch_size", 2, "dual batch overlap"),
     ("pass_config.enable_sp", True, "sequence-parallel residuals"),
     ("pass_config.enable_sequence_parallelism", True, "sequence-parallel residuals"),
-    ("speculative_config", SimpleNamespace(method="ngram"), "speculative decoding"),
+    ("speculative_config", SimpleNamespace(method="medusa"), "speculative decoding by a method"),
     ("cache_config.kv_sharing_fast_prefill", True, "KV-sharing fast prefill"),
     ("model_config.enable_prompt_embeds", True, "prompt embeddings"),
     ("model_config.runner_type", "pooling", "pooling models"),
@@ -95,10 +96,28 @@ def test_cores_of_a_model_with_experts_are_refused() -> None:
 
 
 def test_every_refused_mode_is_listed_here() -> None:
-    assert {reason.partition(" (")[0] for reason, _ in REFUSED_MODES} == {
-        *(mode for *_, mode in MODES),
-        EXPERTS,
-    }
+    modes = tuple({mode for *_, mode in MODES})
+    elsewhere = (
+        *(EXPERTS, "speculative decoding on a GPU", "speculative decoding with vLLM before 0.32"),
+    )
+    others = [reason for reason, _ in REFUSED_MODES if not reason.startswith(modes)]
+    assert [reason.partition(" (")[0] for reason in others] == list(elsewhere)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3", "mtp"])
+def test_speculation_is_served_on_a_cpu_by_methods_and_releases_that_were_tried(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_engine, "vllm_version", lambda: "0.32.0+cpu")
+    speculating = config("speculative_config", SimpleNamespace(method=method))
+    assert list_refused_modes(speculating) == []
+    speculating.device_config.device_type = "cuda"
+    (reason,) = list_refused_modes(speculating)
+    assert reason.startswith("speculative decoding on a GPU")
+    speculating.device_config.device_type = "cpu"
+    monkeypatch.setattr(check_engine, "vllm_version", lambda: "0.31.2")
+    (reason,) = list_refused_modes(speculating)
+    assert reason.startswith("speculative decoding with vLLM before 0.32")
 
 
 def test_a_plain_engine_is_served_and_tensor_parallelism_with_it() -> None:
@@ -131,7 +150,7 @@ def test_an_attribute_that_a_release_does_not_have_counts_as_off() -> None:
 
 
 def test_all_reasons_are_given_at_once() -> None:
-    both = config("speculative_config", object())
+    both = config("speculative_config", SimpleNamespace(method="suffix"))
     both.parallel_config.data_parallel_size = 4
     with pytest.raises(UnsupportedError, match=r"data parallelism .*; speculative decoding"):
         check_modes(both)

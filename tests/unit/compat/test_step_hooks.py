@@ -15,6 +15,7 @@ import torch
 
 from clairai.compat import step_hooks
 from clairai.compat.extra_args import with_plans
+from clairai.compat.failed_requests import FAILURES
 from clairai.compat.step_hooks import publish_in_graphs, watch_forwards
 from clairai.engine.publish.repeat_path import RepeatPath
 from clairai.engine.side_stream import AfterTaps, NoSideStream
@@ -172,6 +173,99 @@ def test_a_dummy_run_is_no_step(engine: Runner) -> None:
     engine.sample_tokens(None)
     engine._dummy_run(5)
     assert engine.events == ["forward", "logits", "sampled", "before", "dummy 5", "after"]
+
+
+class SpeculatingRunner(Runner):
+    """As V1 on a CPU: two requests, of 1 and 4 tokens; the last 3 of those are drafts."""
+
+    speculative_config = "ngram"
+
+    def __init__(self, sampled: list[list[int]]) -> None:
+        super().__init__()
+        self._sampled = torch.tensor(sampled)
+        self.positions = torch.tensor([7, 20, 21, 22, 23, 0])
+        self.input_ids = SimpleNamespace(gpu=torch.zeros(6))
+        ahead = np.array([7, 23], np.int32)  # as if all drafts of the step before stood
+        self.input_batch = SimpleNamespace(
+            num_reqs=2, req_ids=["a", "b"], vocab_size=100, num_computed_tokens_cpu=ahead
+        )
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> None:
+        del scheduler_output, num_scheduled_tokens
+
+    def execute_model(self, scheduler_output: Any, *, dummy_run: bool = False) -> str:
+        del dummy_run
+        if scheduler_output.total_num_scheduled_tokens:
+            self._prepare_inputs(scheduler_output, np.array([1, 4], np.int32))
+            self.events.append("forward")
+        return "state"
+
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        del logits, spec_decode_metadata
+        return SimpleNamespace(sampled_token_ids=self._sampled)
+
+    def sample_tokens(self, grammar: Any) -> Any:
+        del grammar
+        self._sample(None, None)
+        self.events.append("drafted")
+        return SimpleNamespace(tokens="tokens")
+
+
+def speculated(num_tokens: int) -> Any:
+    step = scheduled(num_tokens)
+    step.scheduled_spec_decode_tokens = {"b": [4, 5, 6]}
+    return step
+
+
+class SpeculatingListener(Listener):
+    def place(self, batch: StepBatch) -> None:
+        assert batch.drafts_R is not None
+        self.events.append(("place", batch.starts_R.tolist(), batch.drafts_R.tolist()))
+
+
+@pytest.mark.parametrize(
+    ("sampled", "rejected"),
+    [
+        ([[1, -1, -1, -1], [4, 9, -1, -1]], [0, 2]),
+        ([[1, -1, -1, -1], [9, -1, -1, -1]], [0, 3]),
+        ([[1, -1, -1, -1], [4, 5, 6, 7]], None),
+        ([[-1, -1, -1, -1], [4, 5, 100, -1]], [0, 2]),  # what no vocabulary has is no token
+    ],
+)
+def test_a_step_with_drafts_ends_when_the_sampler_has_judged_them_and_before_the_drafter(
+    sampled: list[list[int]], rejected: list[int] | None
+) -> None:
+    """Positions are those that the forward reads, not those that the scheduler hoped for."""
+    runner = SpeculatingRunner(sampled)
+    step_hooks.connect_listeners(runner, [SpeculatingListener(runner.events)], RepeatPath())
+    runner.execute_model(speculated(5))
+    runner.sample_tokens(None)
+    told = [] if rejected is None else [("reject", rejected)]
+    expected = [("begin", 0, []), ("place", [7, 20], [0, 3]), "forward", *told, "end", "drafted"]
+    assert runner.events == expected
+
+
+def test_a_step_that_forwards_nothing_ends_without_a_sampler() -> None:
+    runner = SpeculatingRunner([[1], [2]])
+    step_hooks.connect_listeners(runner, [SpeculatingListener(runner.events)], RepeatPath())
+    runner.execute_model(speculated(0))
+    assert runner.events == [("begin", 0, []), "end"]
+
+
+def test_what_fails_with_the_drafts_leaves_with_the_output_of_the_same_step() -> None:
+    class Failing(SpeculatingListener):
+        def reject(self, rejected_R: Any) -> None:
+            raise ValueError(f"planted for {rejected_R}")
+
+        def end_failed(self, batch: StepBatch | None) -> list[str]:
+            return [] if batch is None else [batch.req_ids[1]]
+
+    runner = SpeculatingRunner([[1, -1, -1, -1], [4, 9, -1, -1]])
+    step_hooks.connect_listeners(runner, [Failing(runner.events)], RepeatPath())
+    runner.execute_model(speculated(5))
+    output = runner.sample_tokens(None)
+    assert getattr(output, FAILURES) == {"b": "ValueError"}
+    assert output.tokens == "tokens"
 
 
 class TappedModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any where it is not installed

@@ -49,6 +49,10 @@ class Listener:
     def place_failed(self, batch: StepBatch) -> list[str]:
         return [req_id for req_id in batch.req_ids if req_id in self.known]
 
+    def reject(self, rejected_R: Any) -> None:
+        del rejected_R
+        self._hear("reject")
+
     def end(self, inputs: Any) -> None:
         del inputs
         self._hear("end")
@@ -193,3 +197,16 @@ def test_every_error_is_logged_with_its_cause(caplog: pytest.LogCaptureFixture) 
         guard.place(batch("plain"))
     assert [record.message for record in caplog.records] == ["Listener failed in a step"]
     assert caplog.records[0].exc_info is not None
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_requests_fail_of_which_a_listener_cannot_forget_rejected_drafts(at: int) -> None:
+    listeners = [Listener(), Listener()]
+    listeners[at].raises = "reject"
+    guard = StepGuard(listeners)
+    guard.begin([request("a")], [])
+    guard.place(batch("a", "b"))
+    guard.reject(np.ones(2, np.int32))
+    guard.end(lambda: None)  # type: ignore[arg-type, return-value]
+    assert guard.take_failures() == {"a": "ValueError"}
+    assert listeners[0].stages == listeners[1].stages == ["begin", "place", "reject", "end"]

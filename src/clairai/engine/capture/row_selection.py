@@ -131,6 +131,21 @@ class RowSelection:
                 media_N=None if self.media_N is None else self.media_N[part],
             )
 
+    def leave_out(self, step: StepBatch, rejected_R: NDArray[np.int32]) -> RowSelection:
+        """The same step without so many of the last tokens of each request."""
+        counts_R, batch = step.counts_R.astype(np.int64), self.batch
+        offsets_R, kept_R = np.cumsum(counts_R) - counts_R, counts_R - rejected_R
+        end_N = (offsets_R + kept_R)[batch.request_E[self.entry_N]]
+        kept = np.flatnonzero(self.row_N < end_N)
+        return replace(
+            self,
+            entry_N=self.entry_N[kept],
+            row_N=self.row_N[kept],
+            position_N=self.position_N[kept],
+            held=batch.tokens_held(offsets_R, kept_R),
+            media_N=None if self.media_N is None else self.media_N[kept],
+        )
+
     def counts(self) -> dict[AnswerId, int]:
         """Rows of each answer: its tokens times the points it wants."""
         batch, found = self.batch, dict[AnswerId, int]()
@@ -297,6 +312,14 @@ class RowSelector:
             self._last = _SelectedStep.of(batch, step, self._seen_S[batch.slot_E])
         self._seen_S[batch.slot_E] = np.maximum(self._last.seen_E, self._last.end_E)
         return self._last.selection
+
+    def reject(self, rejected_R: NDArray[np.int32]) -> None:
+        """So many of the last tokens of each request of the last step do not count as forwarded."""
+        batch = self._batch
+        if len(batch.format_E):
+            self._last = None
+            # A request may have several ranges: numpy takes the number off its slot once.
+            self._seen_S[batch.slot_E] -= rejected_R[batch.request_E]
 
     def _select_batch(self, req_ids: Sequence[str]) -> BatchSelection:
         found = [(at, self._open[id_]) for at, id_ in enumerate(req_ids) if id_ in self._open]

@@ -9,6 +9,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from clairai.capture.backend import CaptureBackend
 from clairai.engine.capture.capture_resolver import steering_json
 from clairai.engine.capture.row_copier import RowCopier, ScoreSource
@@ -33,6 +36,7 @@ class WorkerCapture:
         self._copier, self._backend, self._scores = copier, backend, scores
         self._selector = RowSelector(site_of)
         self._selection: RowSelection | None = None  # of the step that runs
+        self._batch: StepBatch | None = None  # of that step
         self._streams: OrderedDict[str, int] = OrderedDict()  # by vLLM's external request id
         self._open: dict[int, set[str]] = {}  # unfinished requests of each stream
 
@@ -88,7 +92,12 @@ class WorkerCapture:
             self._backend.amend(answer, steering_json(plan))
 
     def place(self, batch: StepBatch) -> None:
-        self._selection = self._selector.step(batch)
+        self._selection, self._batch = self._selector.step(batch), batch
+
+    def reject(self, rejected_R: NDArray[np.int32]) -> None:
+        self._selector.reject(rejected_R)
+        if self._selection is not None and self._batch is not None:
+            self._selection = self._selection.leave_out(self._batch, rejected_R)
 
     def end(self, inputs: Callable[[], ForwardInputs]) -> None:
         selection, self._selection = self._selection, None

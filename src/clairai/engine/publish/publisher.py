@@ -128,6 +128,8 @@ class HostPublisher:
         positions_T, token_ids_T = inputs.positions_T[:num_tokens], inputs.token_ids_T[:num_tokens]
         filled = rows.fill(positions_T.numpy(), token_ids_T.numpy())
         scores_RP = self._tables.gather(num_tokens).numpy()
+        if rows.is_kept_T is not None:
+            scores_RP = scores_RP[rows.is_kept_T]
         if num_events:
             no_scores = np.full((num_events, scores_RP.shape[1]), np.nan, np.float32)
             scores_RP = np.concatenate([no_scores, scores_RP])

@@ -13,6 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from clairai.engine.publish.bank_history import BankHistory
 from clairai.engine.publish.ring_room import RingRoom
 from clairai.engine.publish.ring_setup import NUM_STEPS, largest_step_nbytes, open_ring
@@ -218,6 +221,11 @@ class StepPublisher:
             return
         self._rows = self._builder.build(batch)
         self._is_announced = self._publisher.announce(self._rows, self.bank.version)
+
+    def reject(self, rejected_R: NDArray[np.int32]) -> None:
+        if self._rows is not None:
+            self._builder.reject(rejected_R)
+            self._rows = self._rows.leave_out(rejected_R)
 
     def end(self, inputs: Callable[[], ForwardInputs]) -> None:
         if self._is_lost:

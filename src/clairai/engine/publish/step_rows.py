@@ -44,11 +44,19 @@ class StepRows:
     seen_R: NDArray[np.uint32]
     is_continued: bool = False  # the step has further rows
     media_T: NDArray[np.uint8] | None = None  # what each token stands for; None: all are text
+    is_kept_T: NDArray[np.bool_] | None = None  # False for a rejected draft; None: there is none
 
     @property
     def request_T(self) -> NDArray[np.int32]:
         """Which of the step's requests each token belongs to."""
         return np.repeat(np.arange(len(self.counts_R), dtype=np.int32), self.counts_R)
+
+    def leave_out(self, rejected_R: NDArray[np.int32]) -> StepRows:
+        """The same step without so many of the last tokens of each request."""
+        kept_R = self.counts_R - rejected_R
+        pairs_R2 = np.stack([kept_R, rejected_R], axis=1)
+        is_kept_T = np.repeat(np.tile([True, False], len(kept_R)), pairs_R2.ravel())
+        return replace(self, is_kept_T=is_kept_T)
 
     def cut_events(self, most: int) -> Iterator[StepRows]:
         """The same rows in the same order, with at most `most` events in each part."""
@@ -79,6 +87,8 @@ class StepRows:
         tokens["flags"] = position_T < np.repeat(self.seen_R, self.counts_R)
         if self.media_T is not None:
             tokens["flags"] |= self.media_T << ring_messages.MEDIA_SHIFT
+        if self.is_kept_T is not None:
+            return np.concatenate([rows[:num_events], tokens[self.is_kept_T]])
         return rows
 
 
@@ -210,6 +220,12 @@ class RowBuilder:
         if media_T is None:  # else the next step's tokens stand for something else
             self._repeated = RepeatedBatch(rows, ends_R.astype(np.int32), self._extension)
         return rows
+
+    def reject(self, rejected_R: NDArray[np.int32]) -> None:
+        """So many of the last tokens of each request of the last step do not count as forwarded."""
+        self._end_repeated()
+        # A draft lies behind every token that is known, and so behind all that was forwarded.
+        self._seen_S[self._requests.slots_R] -= rejected_R.astype(np.uint32)
 
     def _read_media(
         self,

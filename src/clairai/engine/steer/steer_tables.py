@@ -81,6 +81,10 @@ class SteerTables:
         # How often each site ran: proves that no compiled graph has lost one.
         self.ran_S = torch.zeros(len(sites), **ints)
         self.ran = self.ran_S.unbind()  # the same memory, site by site
+        # In an engine that speculates: the state of each stateful gate behind each row of the step,
+        # NaN where no gate was read; and that of each slot before the step.
+        self.states_TG: torch.Tensor | None = None
+        self.saved_ZG: torch.Tensor | None = None
         self.token_ids_T: torch.Tensor | None = None
         self.num_mapped = 0  # the map is clear from this row on
         self.steer: SteerFunction = _choose_steer_function(self)
@@ -103,6 +107,30 @@ class SteerTables:
     def use_token_ids(self, token_ids_T: torch.Tensor) -> None:
         """Read token ids from the runner's own buffer; call it before graphs are captured."""
         self.token_ids_T = token_ids_T
+
+    def keep_states(self) -> None:
+        """From now on keep the states of gates behind each row: `restore_state` needs them.
+
+        On a CPU alone: the kernel writes none.
+        """
+        self.states_TG = torch.full_like(self.gates_TG, torch.nan)
+        self.saved_ZG = torch.zeros_like(self.state_ZG)
+
+    def save_state(self, gate_slot: int, rows: slice) -> None:
+        """Before a step: these rows of it may change the state of a slot, and may be rejected."""
+        assert self.states_TG is not None
+        assert self.saved_ZG is not None
+        self.states_TG[rows] = torch.nan
+        self.saved_ZG[gate_slot] = self.state_ZG[gate_slot]
+
+    def restore_state(self, gate_slot: int, rows: slice) -> None:
+        """Behind the step: only these first of its rows have been."""
+        assert self.states_TG is not None
+        assert self.saved_ZG is not None
+        self.state_ZG[gate_slot] = self.saved_ZG[gate_slot]
+        for states_G in self.states_TG[rows]:
+            is_read_G = ~states_G.isnan()
+            self.state_ZG[gate_slot, is_read_G] = states_G[is_read_G]
 
     def kernel_arguments(self, site: int) -> tuple[Any, ...]:
         """The tables as arguments of a kernel at this site: see `steer` in steer_kernel.py."""

@@ -158,7 +158,10 @@ class _GroupOps:
                 state = max(gate, state) if is_kept else gate
             gates.append(state)
         state_G[op.gate] = state
-        return torch.tensor(gates, device=score_N.device)
+        states_N = torch.tensor(gates, device=score_N.device)
+        if self._tables.states_TG is not None:
+            self._tables.states_TG[self._rows, op.gate] = states_N
+        return states_N
 
     def _act(self, op: _Op, vector_D: torch.Tensor) -> None:
         amount_N1 = torch.full_like(self.stream_ND[:, :1], op.reals[t.SCALE])

@@ -59,6 +59,8 @@ class WorkerSteering:
         self._schedules: list[Schedule | None] = [None]
         self._map_T4 = np.zeros((tables.max_tokens, t.MAP_WORDS), np.int32)  # as on the device
         self._valid: _ValidMap | None = None
+        # Of this step, each request with stateful gates and drafts: index, gate slot, rows.
+        self._drafted: Sequence[tuple[int, int, slice]] = ()
         # For each slot: the program of the current segment, its first position, one past its last,
         # and where the request's gates keep their state.
         self._program_B = np.zeros(64, np.int32)
@@ -93,6 +95,15 @@ class WorkerSteering:
             self._valid = self._write_map(list(batch.req_ids), np.array(slots, np.intp), batch)
         elif not valid.holds(batch):
             self._valid = self._write_map(valid.req_ids, valid.slots_R, batch)
+        if batch.drafts_R is not None:
+            self._drafted = self._save_gates(batch)
+
+    def reject(self, rejected_R: NDArray[np.int32]) -> None:
+        """Gates forget the drafts that were rejected."""
+        for index, gate_slot, rows in self._drafted:
+            if rejected_R[index]:
+                kept = slice(rows.start, rows.stop - int(rejected_R[index]))
+                self._tables.restore_state(gate_slot, kept)
 
     def end(self, inputs: Callable[[], ForwardInputs]) -> None:
         del inputs  # steering changes the rows themselves and leaves nothing to publish
@@ -104,11 +115,12 @@ class WorkerSteering:
     def place_failed(self, batch: StepBatch) -> Sequence[str]:
         """Steer no row: half a map would steer rows of one request as another's."""
         self._clear_map()
+        self._drafted = ()
         return [req_id for req_id in batch.req_ids if req_id in self._slots]
 
     def end_failed(self, batch: StepBatch | None) -> Sequence[str]:
-        del batch  # `end` does nothing that could fail
-        return ()
+        """`reject` raised: gates may remember drafts that were rejected."""
+        return [] if batch is None else [id_ for id_ in batch.req_ids if id_ in self._slots]
 
     def can_skip(self) -> bool:
         """True while no request is steered and the map on the device is clear."""
@@ -152,7 +164,21 @@ class WorkerSteering:
         assert schedule is not None
         self._program_cache.unload(req_id, schedule)
         self._free.append(slot)
-        self._valid = None  # the next request may take this slot
+        self._valid, self._drafted = None, ()  # the next request may take this slot
+
+    def _save_gates(self, batch: StepBatch) -> list[tuple[int, int, slice]]:
+        """Keep what `reject` may have to restore."""
+        assert self._valid is not None
+        assert batch.drafts_R is not None
+        gate_slot_R = self._gate_slot_B[self._valid.slots_R]
+        ends_R = np.cumsum(batch.counts_R)
+        found: list[tuple[int, int, slice]] = []
+        for index in np.flatnonzero((gate_slot_R != NO_GATE_SLOT) & (batch.drafts_R > 0)).tolist():
+            end = int(ends_R[index])
+            rows = slice(end - int(batch.counts_R[index]), end)
+            self._tables.save_state(int(gate_slot_R[index]), rows)
+            found.append((index, int(gate_slot_R[index]), rows))
+        return found
 
     def _write_map(
         self, req_ids: Sequence[str], slots_R: NDArray[np.intp], batch: StepBatch

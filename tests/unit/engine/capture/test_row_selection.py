@@ -73,6 +73,56 @@ def test_each_step_selects_the_planned_rows_of_its_requests(data: Any, chosen: l
             assert sorted(found) == sorted(expected)
 
 
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(st.data(), lives)
+def test_rejected_drafts_are_not_selected_and_count_as_not_forwarded(
+    data: Any, chosen: list[int]
+) -> None:
+    selector, models = RowSelector(SITES), dict[str, Model]()
+    for number, which in enumerate(chosen):
+        model = models[f"r{number}"] = Model(number + 1, PLANS[which], 2 + number)
+        if model.plan is not None:
+            selector.open(f"r{number}", RequestMark(model.stream), model.prompt_len, model.plan)
+    for _ in range(8):
+        names = data.draw(st.lists(st.sampled_from(sorted(models)), unique=True, min_size=1))
+        laid = [(name, models[name].next, data.draw(st.integers(1, 4))) for name in names]
+        rejected = [data.draw(st.integers(0, count - 1)) for _, _, count in laid]
+        step = batch(*laid)
+        selection = selector.step(step)
+        selector.reject(np.array(rejected, np.int32))
+        if selection is not None:
+            selection = selection.leave_out(step, np.array(rejected, np.int32))
+        places = _places(laid)
+        expected = [
+            (*row[:2], places[row[0], row[1]], *row[3:])
+            for row in _expected(models, _without(laid, rejected))
+        ]
+        assert sorted(_rows(selection)) == sorted(expected)
+
+
+def _without(laid: list[tuple[str, int, int]], rejected: list[int]) -> list[tuple[str, int, int]]:
+    pairs = zip(laid, rejected, strict=True)
+    return [(name, start, count - drafts) for (name, start, count), drafts in pairs]
+
+
+def _places(laid: list[tuple[str, int, int]]) -> dict[tuple[int, int], int]:
+    """The row of each stream and position in a step."""
+    rows = [(name, start + at) for name, start, count in laid for at in range(count)]
+    return {(int(name[1:]) + 1, at): row for row, (name, at) in enumerate(rows)}
+
+
+def test_only_the_scores_of_accepted_drafts_decide_about_held_rows() -> None:
+    selector = RowSelector(SITES)
+    hold = KeepThreshold("p", 0.5)
+    selector.open("a", RequestMark(1), 1, capture_plan(hold=hold))
+    step = batch(("b", 0, 2), ("a", 0, 4))
+    selection = selector.step(step)
+    assert selection is not None
+    assert (selection.held[0].first, selection.held[0].end) == (2, 6)
+    (held,) = selection.leave_out(step, np.array([0, 3], np.int32)).held
+    assert (held.first, held.end) == (2, 3)
+
+
 def test_a_decode_step_reuses_the_last_selection_until_a_range_begins_or_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from clairai.engine.steer.steer_tables import SteerTables
 from clairai.engine.steer.steering_plan import PlanAction, PlanGate, SteeringPlan
+from clairai.engine.steer.worker_steering import WorkerSteering
 from clairai.errors import TapMissingError
 from clairai.fields.ranges import OPEN_END
 from tests.support.random_plans import SITES, WIDTH, courses_of_one_program, random_plan, row
@@ -20,6 +21,7 @@ from tests.support.steered_engine import (
     faults,
     fleet,
     random_history,
+    speculative_history,
     wrong_in,
 )
 
@@ -210,3 +212,20 @@ def test_a_batch_of_sequences_is_steered_as_its_rows_in_order() -> None:
     x = torch.zeros(2, 3, WIDTH)
     held.tables.site("a").apply(x, None)
     assert x[:, :, 1].tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_gates_forget_drafts_that_were_rejected(seed: int) -> None:
+    """Special tokens among them: a gate passes over those, and keeps its state."""
+    assert speculative_history(fleet(), np.random.default_rng(seed), num_steps=12) == []
+
+
+def test_without_a_word_of_the_rejected_drafts_gates_would_remember_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(WorkerSteering, "reject", lambda *_: None)
+    histories = [
+        speculative_history(fleet(), np.random.default_rng(seed), num_steps=12)
+        for seed in range(12)
+    ]
+    assert any(histories)

@@ -1,0 +1,157 @@
+"""Engines that speculate: a tiny target, drafters that it agrees with now and then, and scenarios.
+
+The target's next token depends mostly on the last one, by way of its first block. So a drafter that
+is made of that block is often right, and its later blocks and attention make it often wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+import clairai
+from tests.engine import models, steering
+from tests.engine.steering import Answer, Ask
+
+NUM_DRAFTS: Final = 3
+VOCABULARY: Final = int(models.SHAPE["vocab_size"])
+Tensors = dict[str, NDArray[np.float32]]
+
+
+def make_target(folder: Path) -> Path:
+    """A tiny Llama."""
+    models.tiny("llama", folder)
+    tensors = _weaken_blocks(_load(folder))
+    tensors["model.norm.weight"] = np.ones_like(tensors["model.norm.weight"])
+    return _save(folder, tensors)
+
+
+def _weaken_blocks(tensors: Tensors) -> Tensors:
+    """Attention, and all blocks but the first, change the stream little."""
+    for name, value in tensors.items():
+        is_late = ".layers." in name and ".layers.0." not in name
+        if name.endswith("o_proj.weight") or (is_late and name.endswith("down_proj.weight")):
+            tensors[name] = value * np.float32(0.2)
+    return tensors
+
+
+def make_draft_model(target: Path, folder: Path) -> Path:
+    """The target's first block as a model of its own."""
+    return models.cut(target, 1, folder)
+
+
+def make_eagle(target: Path, folder: Path) -> Path:
+    """An EAGLE head: the first block without attention; it looks at tokens alone.
+
+    vLLM's has no norm behind the block; the target's leaves the most likely token as it is.
+    """
+    found = _load(target)
+    prefix = "model.layers.0."
+    head = {
+        name.removeprefix("model."): value
+        for name, value in found.items()
+        if name.startswith(prefix) and "input_layernorm" not in name
+    }
+    head["layers.0.self_attn.o_proj.weight"] *= np.float32(0)
+    head["embed_tokens.weight"] = found["model.embed_tokens.weight"]
+    width = found["model.norm.weight"].shape[0]
+    head["fc.weight"] = np.eye(width, 2 * width, dtype=np.float32)
+    folder.mkdir(parents=True)
+    config = json.loads((target / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    return _save(folder, head)
+
+
+def make_mtp(folder: Path) -> Path:
+    """A tiny MiMo: Qwen 2 with a block that predicts one token more."""
+    models.tiny("qwen2", folder)
+    tensors = _weaken_blocks(_load(folder))
+    width = tensors["model.norm.weight"].shape[0]
+    ones = np.ones(width, np.float32)
+    tensors["model.norm.weight"] = ones
+    tensors["model.embed_tokens.weight"] /= np.sqrt(  # as its norm would leave it
+        np.mean(tensors["model.embed_tokens.weight"] ** 2, 1, keepdims=True)
+    )
+    block = {
+        name.replace("model.layers.0.", "model.mtp_layers.0."): value.copy()
+        for name, value in tensors.items()
+        if name.startswith("model.layers.0.")
+    }
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        block[f"model.mtp_layers.0.{name}.weight"] = ones
+    projection = np.eye(width, 2 * width, width, dtype=np.float32)
+    block["model.mtp_layers.0.input_proj.weight"] = projection
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return _save(folder, tensors | block)
+
+
+def _load(folder: Path) -> Tensors:
+    from safetensors.numpy import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def _save(folder: Path, tensors: Tensors) -> Path:
+    from safetensors.numpy import save_file
+
+    given = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    save_file(given, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What the scheduler was told about drafts."""
+
+    proposed: int
+    accepted: int
+
+
+@contextmanager
+def count_drafts(llm: Any) -> Iterator[list[tuple[int, int]]]:
+    """Drafts and accepted drafts of each request in each step.
+
+    Scheduler.make_spec_decoding_stats, v1/core/sched/scheduler.py, 0.32:2960.
+    """
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    seen: list[tuple[int, int]] = []
+    original = scheduler.make_spec_decoding_stats
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        seen.append((kwargs["num_draft_tokens"], kwargs["num_accepted_tokens"]))
+        return original(*args, **kwargs)
+
+    scheduler.make_spec_decoding_stats = count
+    try:
+        yield seen
+    finally:
+        del scheduler.make_spec_decoding_stats
+
+
+def with_drafts(
+    llm: Any, scenario: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[Any, Drafts]:
+    """A scenario, and what became of the drafts in it."""
+    with count_drafts(llm) as seen:
+        result = scenario(llm, *args, **kwargs)
+    proposed, accepted = (int(one) for one in np.array(seen or [(0, 0)]).sum(0))
+    return result, Drafts(proposed, accepted)
+
+
+def answer_and_score_all(
+    llm: Any, asks: Sequence[Ask]
+) -> tuple[list[Answer], list[NDArray[np.float32]], list[int]]:
+    """Answers, the scores of every token of each, and how many rows each one lacks."""
+    outputs = steering.generate(llm, list(asks))
+    found = [scores[0] for scores in clairai.scores(llm, outputs)]
+    answers = [steering.read(output) for output in outputs]
+    return answers, [one.scores_NP.copy() for one in found], [one.missing for one in found]
