@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
 
 import clairai
+from clairai.engine.step_guard import StepGuard
 from tests.engine import models, steering
 from tests.engine.steering import Answer, Ask
 
@@ -155,3 +157,29 @@ def answer_and_score_all(
     found = [scores[0] for scores in clairai.scores(llm, outputs)]
     answers = [steering.read(output) for output in outputs]
     return answers, [one.scores_NP.copy() for one in found], [one.missing for one in found]
+
+
+@contextmanager
+def keep_rejected() -> Iterator[None]:
+    """Plant the bug that all drafts count as accepted."""
+    with mock.patch.object(StepGuard, "reject", return_value=None):
+        yield
+
+
+def allow_gpu() -> None:
+    """Leave out the refusal that stands until the tests of a GPU have passed."""
+    from clairai.compat import check_engine
+
+    left = [
+        one for one in check_engine.REFUSED_MODES if one[0] != check_engine.SPECULATION_ON_A_GPU
+    ]
+    check_engine.REFUSED_MODES = tuple(left)  # type: ignore[misc]
+
+
+@contextmanager
+def mark_nothing() -> Iterator[None]:
+    """Plant the bug that the device marks no rejected draft."""
+    from clairai.engine.publish.gpu_launcher import GpuLauncher
+
+    with mock.patch.object(GpuLauncher, "_mark_rejected", return_value=None):
+        yield

@@ -67,6 +67,10 @@ class InterpretedLaunch:
         return (*given, *self._sizes)
 
     def __call__(self, headers: StepHeaders, inputs: ForwardInputs, shape: StepShape) -> None:
+        if inputs.drafts is not None:
+            given = (headers.last().memory, inputs.drafts.starts_R, inputs.drafts.rejected_R)
+            sizes = {name: self.constants[name] for name in ("MAX_R", "MAX_E", "TILE_W")}
+            publish_kernel.mark_rejected[len(shape.rows.counts_R),](*given, **sizes)
         for part, grid in enumerate(shape.grids):
             self.grids.append(grid)
             given = (self._ring, headers.last().memory, *self._read(inputs), part)

@@ -125,6 +125,12 @@ IN_GRAPH = {
     "NUM_HEADERS": header_layout.NUM_HEADERS,
     "HEADER_WORDS": header_layout.header_words(256, 8192),
 }
+MARK_TYPES = {"header_ptr": "*i64", "starts_ptr": "*i32", "rejected_ptr": "*i32"}
+MARK_CONSTANTS = {
+    "MAX_R": 256,
+    "MAX_E": header_layout.MAX_EVENTS,
+    "TILE_W": publish_kernel.TILE_W,
+}
 STASH_TYPES = {
     **dict.fromkeys(("stash_ptr", "weights_ptr"), "*bf16"),
     **dict.fromkeys(("bias_ptr", "scores_ptr", "partial_ptr"), "*fp32"),
@@ -154,10 +160,11 @@ def parameters(ptx: str) -> list[int]:
     [
         (publish_kernel.publish_step, COMMIT_TYPES, kernel_constants(RingShape(64, 4096, 4), 256)),
         (publish_kernel.publish_in_graph, COMMIT_TYPES, IN_GRAPH),
+        (publish_kernel.mark_rejected, MARK_TYPES, MARK_CONSTANTS),
         (stash_kernel.score_stash, STASH_TYPES, STASH_CONSTANTS),
         (stash_kernel.score_stash_wide, STASH_TYPES, STASH_CONSTANTS),
     ],
-    ids=["commit", "commit_in_graph", "score_stash", "score_stash_wide"],
+    ids=["commit", "commit_in_graph", "mark", "score_stash", "score_stash_wide"],
 )
 def test_what_is_launched_by_the_driver_itself_has_the_parameters_that_we_give(
     kernel: Any,

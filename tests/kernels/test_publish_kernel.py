@@ -8,14 +8,17 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clairai.engine.publish import header_layout, publish_kernel
 from clairai.engine.publish.header_layout import NUM_HEADERS
+from clairai.engine.step import ForwardInputs, JudgedDrafts, RequestMark, StepBatch
 from clairai.ring.layout import (
     HEAD_OFFSET,
     PAYLOAD_OFFSET,
@@ -245,3 +248,42 @@ def test_steps_that_are_all_alike_say_which_bank_scored_them_when_it_changes() -
                 assert_same([record], by_host)
                 assert rows_in([record]) == expected
                 assert record.bank_version == version
+
+
+@settings(derandomize=True, deadline=None, max_examples=10)
+@given(st.data())
+def test_drafts_that_only_the_device_knows_to_be_rejected_are_not_read_as_rows(data: Any) -> None:
+    """Of more steps than there are headers: what was marked in one is not in the next."""
+    with publishers() as both:
+        rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+        names, nexts = ["a", "b", "c"], np.array([4, 9, 0])
+        for index, name in enumerate(names):
+            both.builder.add_request(name, RequestMark(index + 1, index), 2)
+        for step in range(2 * NUM_HEADERS + 1):
+            counts_R = rng.integers(1, 5, 3).astype(np.int32)
+            if step % 3:  # the same counts again and again
+                counts_R[:] = 4
+            rejected_R = rng.integers(0, counts_R).astype(np.int32)
+            # The host counts what the step before may have rejected.
+            starts_R = (nexts + rng.integers(0, 3, 3)).astype(np.int32)
+            rows = both.builder.build(StepBatch(names, counts_R, starts_R, counts_R - 1, True))
+            ends_R = np.cumsum(counts_R)
+            within_T = np.arange(ends_R[-1]) - np.repeat(ends_R - counts_R, counts_R)
+            positions_T = np.repeat(nexts, counts_R) + within_T
+            drafts = JudgedDrafts(
+                torch.tensor([0, *ends_R.tolist()], dtype=torch.int32), torch.tensor(rejected_R)
+            )
+            tokens_T = (positions_T * 7 + step).astype(np.int32)
+            inputs = ForwardInputs(torch.tensor(positions_T), torch.tensor(tokens_T), drafts)
+            both.tables.scores_STK.normal_()
+            assert both.device.announce(rows, both.bank_version)
+            both.device.forward_ran(lambda: inputs)  # noqa: B023
+            both.device.finish(lambda: inputs)  # noqa: B023
+            kept = rows.leave_out(rejected_R)
+            assert kept.is_kept_T is not None
+            (record,) = both.device_ring.poll()
+            assert record.rows.tobytes() == kept.fill(positions_T, tokens_T).tobytes()
+            scores_TP = both.tables.gather(len(positions_T)).numpy()[kept.is_kept_T]
+            assert np.array_equal(record.scores_RC[len(rows.events) :], scores_TP)
+            nexts = nexts + counts_R - rejected_R
+            assert not (record.rows["flags"] & ring_messages.RECOMPUTED).any()

@@ -6,7 +6,7 @@ The reference keeps one dict per request and one tuple per row: nothing like the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -60,9 +60,15 @@ plans = st.builds(
         max_size=4,
     ),
     counts=st.lists(st.integers(0, 12), max_size=12),
-    rejected=st.lists(st.integers(0, 4), max_size=12),
     preempt=st.lists(st.tuples(numbers, numbers), max_size=1),
     order=numbers,
+)
+
+
+plans_with_drafts = st.builds(
+    lambda plan, rejected: replace(plan, rejected=rejected),
+    plans,
+    st.lists(st.integers(0, 4), max_size=12),
 )
 
 

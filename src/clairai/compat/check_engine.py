@@ -11,13 +11,14 @@ from typing import Any, Final
 
 from clairai.compat.kv_connectors import KEYED_CONNECTORS, find_unkeyed_connector
 from clairai.errors import UnsupportedError
+from clairai.settings import Settings
 
 # 0.26.0 was run on a GPU (docs/numbers.md), 0.27.1 to 0.32.0 on a CPU (docs/matrix.md).
 FIRST_VLLM: Final = (0, 26)
 LAST_VLLM: Final = (0, 32)
 
 # vLLM's methods of speculation under which rows are known to be right; each of MTP's is `mtp` too.
-SPECULATIVE_METHODS: Final = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
+SPECULATIVE_METHODS: Final = ("ngram", "draft_model", "eagle", "mtp")
 FIRST_SPECULATING: Final = (0, 32)  # releases before were not tried with speculation
 
 ModeCheck = Callable[[Any], bool]
@@ -90,6 +91,15 @@ def _is_speculating(config: Any) -> bool:
     return bool(_read_path(config, "speculative_config"))
 
 
+def _is_on_cpu(config: Any) -> bool:
+    return str(_read_path(config, "device_config.device_type")) == "cpu"
+
+
+# Written, and not proven: tests/gpu/test_speculation.py runs without this line. It goes when those
+# tests have passed.
+SPECULATION_ON_A_GPU: Final = "speculative decoding on a GPU (not proven there)"
+
+
 # Each of these would give wrong or missing rows, or has not been proven to give right ones.
 REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
     (
@@ -138,11 +148,19 @@ REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
             or _read_path(config, "compilation_config.pass_config.enable_sequence_parallelism")
         ),
     ),
+    (SPECULATION_ON_A_GPU, lambda config: _is_speculating(config) and not _is_on_cpu(config)),
     (
-        "speculative decoding on a GPU (drafts are rejected there after the step is published)",
+        "speculative decoding on a GPU with the V1 model runner (it rejects drafts after the step "
+        "is published)",
         lambda config: (
-            _is_speculating(config) and _read_path(config, "device_config.device_type") != "cpu"
+            _is_speculating(config)
+            and not _is_on_cpu(config)
+            and not _read_path(config, "use_v2_model_runner")
         ),
+    ),
+    (
+        "speculative decoding with adaptive verification (the device deals out the drafts)",
+        _is_set("speculative_config.enable_adaptive_verification"),
     ),
     (
         f"speculative decoding by a method other than {', '.join(SPECULATIVE_METHODS)} (rejected "
@@ -224,6 +242,21 @@ def check_stage_settings(vllm_config: Any, *, is_capturing: bool, accepts_weight
         raise UnsupportedError(
             f"pipeline parallelism does not go with {'; '.join(reasons)}; leave it out, or serve "
             f"with pipeline_parallel_size 1"
+        )
+
+
+def check_speculation(vllm_config: Any, settings: Settings) -> None:
+    """Refuse what needs to know on the host which drafts of a step are rejected.
+
+    Where they come from only the device knows; maps of steering and selections of captured rows are
+    made by positions that the host knows.
+    """
+    if not _is_speculating(vllm_config) or _is_on_cpu(vllm_config):
+        return
+    if settings.is_steering or settings.capture_settings is not None:
+        raise UnsupportedError(
+            "steering and captures do not go with speculative decoding on a GPU: positions of "
+            "drafts are known there alone; start without them, or without speculative_config"
         )
 
 

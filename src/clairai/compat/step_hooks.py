@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -29,7 +30,13 @@ from clairai.engine.publish.publisher import ForwardListener
 from clairai.engine.publish.repeat_path import RepeatPath, RunnerMethod
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.side_stream import AfterTaps
-from clairai.engine.step import ForwardInputs, NewRequest, StepBatch, StepListener
+from clairai.engine.step import (
+    ForwardInputs,
+    JudgedDrafts,
+    NewRequest,
+    StepBatch,
+    StepListener,
+)
 from clairai.engine.step_guard import StepGuard
 from clairai.errors import UnsupportedError
 from clairai.wire import ring_messages
@@ -51,7 +58,8 @@ def connect_listeners(
     """Call the listeners at every step of `runner`; gives a reader of its input buffers."""
     guard = StepGuard(listeners)
     if getattr(runner, "speculative_config", None) is not None:
-        return connect_speculating(runner, guard)
+        is_v2 = hasattr(runner, "prepare_inputs") and hasattr(runner, "req_states")
+        return (_connect_drafts_v2 if is_v2 else _connect_drafts_v1)(runner, guard)
     if hasattr(runner, "prepare_inputs") and hasattr(runner, "req_states"):
         runner.prepare_inputs = _wrap_prepare_inputs_v2(runner.prepare_inputs, guard, repeat_path)
         inputs = _RunnerInputs(functools.partial(_read_inputs_v2, runner))
@@ -94,7 +102,7 @@ def _wrap_execute_model(
     )
 
 
-def connect_speculating(runner: Any, guard: StepGuard) -> Callable[[], ForwardInputs]:
+def _connect_drafts_v1(runner: Any, guard: StepGuard) -> Callable[[], ForwardInputs]:
     """Call the listeners at every step of a runner, V1 on a CPU, whose last tokens may be drafts.
 
     A step ends behind its sampler, which says how many drafts stand, and before the drafter, whose
@@ -109,11 +117,69 @@ def connect_speculating(runner: Any, guard: StepGuard) -> Callable[[], ForwardIn
     return inputs
 
 
+def _connect_drafts_v2(runner: Any, guard: StepGuard) -> Callable[[], ForwardInputs]:
+    """As V1, on a GPU: which drafts are rejected is known there, and nobody waits for it.
+
+    The drafter has buffers of its own (v1/worker/gpu/spec_decode/speculator.py, 0.32:149).
+    """
+    inputs = _JudgedInputs(_RunnerInputs(functools.partial(_read_inputs_v2, runner)))
+    runner.prepare_inputs = _wrap_prepare_drafts_v2(runner.prepare_inputs, guard)
+    runner.sample = _wrap_sample_v2(runner.sample, guard, inputs)
+    runner.sample_tokens = _wrap_sample_tokens(runner.sample_tokens, guard)
+    runner.execute_model = _wrap_execute_drafts(runner.execute_model, guard, inputs)
+    runner._dummy_run = _wrap_dummy_run(runner._dummy_run, guard)
+    return inputs
+
+
+def _wrap_prepare_drafts_v2(original: RunnerMethod, guard: StepGuard) -> RunnerMethod:
+    """prepare_inputs(scheduler_output, ...) -> InputBatch, 0.32:1354.
+
+    InputBatch.num_computed_tokens_np is an upper bound (v1/worker/gpu/states.py, 0.32:64).
+    """
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        batch = original(*args, **kwargs)
+        drafts_R = batch.num_draft_tokens_per_req
+        if drafts_R is None:
+            drafts_R = np.zeros(len(batch.req_ids), np.int32)
+        starts_R = batch.num_computed_tokens_np
+        guard.place(
+            StepBatch(batch.req_ids, batch.num_scheduled_tokens, starts_R, drafts_R, is_ahead=True)
+        )
+        return batch
+
+    return wrapped
+
+
+def _wrap_sample_v2(
+    original: RunnerMethod, guard: StepGuard, inputs: _JudgedInputs
+) -> RunnerMethod:
+    """sample(hidden_states, input_batch, grammar_output) -> (output, num_sampled, num_rejected).
+
+    0.32:1597. Of a request's tokens in the step all but `num_rejected` count as computed
+    (v1/worker/gpu/input_batch.py `_post_update_kernel`, 0.32:609): those have rows.
+    """
+
+    @functools.wraps(original)
+    def wrapped(hidden_states: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(hidden_states, input_batch, *args, **kwargs)
+        if guard.batch is not None:
+            inputs.drafts = JudgedDrafts(input_batch.query_start_loc, result[2])
+            guard.end(inputs)
+            inputs.drafts = None
+        return result
+
+    return wrapped
+
+
 def _wrap_execute_drafts(
     original: RunnerMethod, guard: StepGuard, inputs: Callable[[], ForwardInputs]
 ) -> RunnerMethod:
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dummy_run"):  # V2 warms up and captures through the same method
+            return original(*args, **kwargs)
         _begin_step(guard, args[0] if args else kwargs["scheduler_output"])
         result = original(*args, **kwargs)
         if guard.batch is None:  # nothing was forwarded, and nothing will be sampled
@@ -242,7 +308,9 @@ def _read_new_request(new: Any) -> NewRequest:
     steering = read_steering_plan(new.sampling_params)
     capture = read_capture_plan(new.sampling_params)
     media = _read_media(new.mm_features) if new.mm_features else None
-    return NewRequest(new.req_id, request_id, mark, prompt_len, steering, capture, media)
+    # Of V2, where a request that was preempted comes back as a new one.
+    num_known = len(getattr(new, "prefill_token_ids", None) or ())
+    return NewRequest(new.req_id, request_id, mark, prompt_len, steering, capture, media, num_known)
 
 
 def _read_media(features: Sequence[Any]) -> NDArray[np.uint8] | None:
@@ -328,6 +396,18 @@ class _RunnerInputs:
         if positions_T is not last.positions_T or token_ids_T is not last.token_ids_T:
             self._last = ForwardInputs(positions_T, token_ids_T)
         return self._last
+
+
+class _JudgedInputs:
+    """The runner's input buffers, and in a step of which it is known, what became of its drafts."""
+
+    def __init__(self, read: Callable[[], ForwardInputs]) -> None:
+        self._read = read
+        self.drafts: JudgedDrafts | None = None
+
+    def __call__(self) -> ForwardInputs:
+        found = self._read()
+        return found if self.drafts is None else replace(found, drafts=self.drafts)
 
 
 def publish_in_graphs(

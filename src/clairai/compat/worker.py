@@ -70,6 +70,7 @@ def prepare(worker: Any) -> None:
     allow_untested = get_settings(config).allow_untested_vllm
     check_engine.check_version(check_engine.vllm_version(), allow_untested=allow_untested)
     check_engine.check_modes(config)
+    check_engine.check_speculation(config, get_settings(config))
     if accepts_weights(config):
         check_engine.check_weights_mode(config)
     resolved = resolve_engine_settings(config)
@@ -175,7 +176,8 @@ def _install_taps(worker: Any, resolved: ResolvedSettings) -> None:
     if listeners:
         repeat_path = RepeatPath() if publisher is None else publisher.repeat_path
         worker.clairai_inputs = step_hooks.connect_listeners(model_runner, listeners, repeat_path)
-    if publisher is not None and publisher.forwards is not None:
+    is_speculating = worker.vllm_config.speculative_config is not None
+    if publisher is not None and publisher.forwards is not None and not is_speculating:
         inputs, forwards = worker.clairai_inputs, publisher.forwards
         step_hooks.publish_in_graphs(model_runner, inputs, tables, forwards, sites.last)
     if not stage.is_alone:

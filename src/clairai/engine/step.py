@@ -41,6 +41,7 @@ class NewRequest:
     # What is embedded at each position of the prompt, up to the last that is no text token: TEXT,
     # IMAGE, ... of wire/ring_messages.py. None: text alone.
     media: NDArray[np.uint8] | None = None
+    num_known: int = 0  # tokens that it has; more than the prompt's if it comes back
 
 
 class StepBatch(msgspec.Struct, frozen=True):
@@ -52,6 +53,17 @@ class StepBatch(msgspec.Struct, frozen=True):
     # How many of the last of them are drafts, which the sampler may reject; None: the engine does
     # not speculate.
     drafts_R: NDArray[np.int32] | None = None
+    # `starts_R` is where each request would be if no draft of the steps before had been rejected:
+    # only the device knows, and only the device will know which are rejected in this step.
+    is_ahead: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class JudgedDrafts:
+    """What the sampler said of the drafts of a step, on the device, in the order of the batch."""
+
+    starts_R: torch.Tensor  # index of each request's first token, and behind the last one's last
+    rejected_R: torch.Tensor  # how many of each request's last tokens are rejected
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,7 @@ class ForwardInputs:
 
     positions_T: torch.Tensor
     token_ids_T: torch.Tensor
+    drafts: JudgedDrafts | None = None  # of a step whose drafts only the device knows
 
 
 RequestErrors = dict[str, Exception]  # by the request's id

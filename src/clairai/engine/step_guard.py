@@ -81,7 +81,7 @@ class StepGuard:
 
     def end(self, inputs: Callable[[], ForwardInputs]) -> bool:
         """True if all listeners can skip a step with the same batch."""
-        batch = self._batch
+        batch, self._batch = self._batch, None
         for listener in self._listeners:
             try:
                 listener.end(inputs)

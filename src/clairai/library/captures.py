@@ -32,7 +32,7 @@ class Capture:
     """The captured rows of one answer; `report` is what the engine says of them."""
 
     report: Captured
-    num_tokens: int  # of prompt and answer; rows that a step computed beyond are left out
+    num_forwarded: int  # of prompt and answer; rows that a step computed beyond are left out
     stores: dict[str, Store] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -90,7 +90,7 @@ class Capture:
         if folder not in self.stores:
             self.stores[folder] = open_store(folder)
         found = self.stores[folder].rows(self.report.stream, point=point, choice=self.report.choice)
-        return found.before(self.num_tokens)
+        return found.before(self.num_forwarded)
 
 
 def captures(llm: Any, outputs: Sequence[Any], *, timeout_s: float = 60.0) -> list[list[Capture]]:
@@ -109,11 +109,12 @@ def captures(llm: Any, outputs: Sequence[Any], *, timeout_s: float = 60.0) -> li
         time.sleep(POLL_S)
     stores: dict[str, Store] = {}
     return [
-        [Capture(report, _num_tokens(output, report), stores) for report in reports]
+        [Capture(report, _count_forwarded(output, report), stores) for report in reports]
         for output, reports in zip(outputs, found, strict=True)
     ]
 
 
-def _num_tokens(output: Any, report: Captured) -> int:
+def _count_forwarded(output: Any, report: Captured) -> int:
+    """All tokens but the last that was sampled: whether a step forwards it depends on timing."""
     (answer,) = (one for one in output.outputs if one.index == report.choice)
-    return len(output.prompt_token_ids) + len(answer.token_ids)
+    return len(output.prompt_token_ids) + max(len(answer.token_ids) - 1, 0)

@@ -43,6 +43,7 @@ SLOT_HEADER: Final = struct.Struct("<QIIIIQI4xQ")  # the eight fields above
 TRAILER_BYTES: Final = 8
 
 CONTINUED: Final = 1  # flag: the step goes on in the next record
+HAS_DRAFTS: Final = 2  # flag: some of the rows may be rejected drafts
 
 WORD_BYTES: Final = 8
 SCORE_BYTES: Final = 4

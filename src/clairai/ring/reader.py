@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from clairai.errors import RingError
 from clairai.ring.layout import (
     CONTINUED,
+    HAS_DRAFTS,
     HEAD_OFFSET,
     HEADER,
     PAYLOAD_OFFSET,
@@ -24,7 +25,7 @@ from clairai.ring.layout import (
     row_bytes,
 )
 from clairai.ring.memory import RingMemory
-from clairai.wire.ring_messages import ROW
+from clairai.wire.ring_messages import REJECTED, ROW
 
 POLL_LIMIT: Final = 256
 
@@ -149,6 +150,9 @@ def _parse_slot(slot: memoryview, seq: int, epoch: int) -> Record | None:
     payload = bytes(slot[PAYLOAD_OFFSET : PAYLOAD_OFFSET + nbytes])
     rows = np.ndarray((num_rows,), ROW, payload)
     scores_RC = np.ndarray((num_rows, num_columns), np.float32, payload, offset=rows.nbytes)
+    if flags & HAS_DRAFTS:
+        is_kept_R = (rows["flags"] & REJECTED) == 0
+        rows, scores_RC = rows[is_kept_R], scores_RC[is_kept_R]
     return Record(seq, step, bank_version, bool(flags & CONTINUED), stamp_ns, rows, scores_RC)
 
 

@@ -32,6 +32,9 @@ PHASE_NAMES: Final = ("prefill", "decode", "cached", "finished")
 
 # flags
 RECOMPUTED: Final = 1  # published before, and again after a preemption; the newest row counts
+# A draft that was rejected on a GPU, where that is known too late to make no row of it. It stands
+# for nothing: ring/reader.py leaves it out.
+REJECTED: Final = 16
 # Three bits of the flags say what was embedded at a position of the prompt: a text token (0), or a
 # part of an image, a sound or a video, for which `token_id` is only the placeholder in the prompt.
 MEDIA_SHIFT: Final = 1

@@ -98,13 +98,17 @@ def test_cores_of_a_model_with_experts_are_refused() -> None:
 def test_every_refused_mode_is_listed_here() -> None:
     modes = tuple({mode for *_, mode in MODES})
     elsewhere = (
-        *(EXPERTS, "speculative decoding on a GPU", "speculative decoding with vLLM before 0.32"),
+        EXPERTS,
+        "speculative decoding on a GPU",
+        "speculative decoding on a GPU with the V1 model runner",
+        "speculative decoding with adaptive verification",
+        "speculative decoding with vLLM before 0.32",
     )
     others = [reason for reason, _ in REFUSED_MODES if not reason.startswith(modes)]
-    assert [reason.partition(" (")[0] for reason in others] == list(elsewhere)
+    assert sorted(reason.partition(" (")[0] for reason in others) == sorted(elsewhere)
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "mtp"])
 def test_speculation_is_served_on_a_cpu_by_methods_and_releases_that_were_tried(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,8 +116,12 @@ def test_speculation_is_served_on_a_cpu_by_methods_and_releases_that_were_tried(
     speculating = config("speculative_config", SimpleNamespace(method=method))
     assert list_refused_modes(speculating) == []
     speculating.device_config.device_type = "cuda"
-    (reason,) = list_refused_modes(speculating)
-    assert reason.startswith("speculative decoding on a GPU")
+    assert [reason.partition(" (")[0] for reason in list_refused_modes(speculating)] == [
+        "speculative decoding on a GPU",
+        "speculative decoding on a GPU with the V1 model runner",
+    ]
+    speculating.use_v2_model_runner = True
+    assert list_refused_modes(speculating) == [check_engine.SPECULATION_ON_A_GPU]
     speculating.device_config.device_type = "cpu"
     monkeypatch.setattr(check_engine, "vllm_version", lambda: "0.31.2")
     (reason,) = list_refused_modes(speculating)
@@ -178,6 +186,18 @@ ANOTHERS_EXAMPLE = SimpleNamespace(
     kv_connector="ExampleConnector", kv_connector_module_path="theirs"
 )
 LMCACHE = SimpleNamespace(kv_connector="LMCacheConnectorV1", kv_connector_module_path=None)
+
+
+@pytest.mark.parametrize("asked", [{"steering": True}, {"capture": {"folder": "captures"}}])
+def test_on_a_gpu_speculation_goes_with_neither_steering_nor_captures(asked: Any) -> None:
+    speculating = config("speculative_config", SimpleNamespace(method="eagle"))
+    settings = Settings(**asked)
+    check_engine.check_speculation(speculating, settings)
+    speculating.device_config.device_type = "cuda"
+    check_engine.check_speculation(speculating, Settings())
+    with pytest.raises(UnsupportedError, match="do not go with speculative decoding on a GPU"):
+        check_engine.check_speculation(speculating, settings)
+    check_engine.check_speculation(SimpleNamespace(), settings)
 
 
 @pytest.mark.attack(121)

@@ -175,13 +175,13 @@ def test_a_dummy_run_is_no_step(engine: Runner) -> None:
     assert engine.events == ["forward", "logits", "sampled", "before", "dummy 5", "after"]
 
 
-class SpeculatingRunner(Runner):
+class SpeculatingRunner:
     """As V1 on a CPU: two requests, of 1 and 4 tokens; the last 3 of those are drafts."""
 
     speculative_config = "ngram"
 
     def __init__(self, sampled: list[list[int]]) -> None:
-        super().__init__()
+        self.events: list[Any] = []
         self._sampled = torch.tensor(sampled)
         self.positions = torch.tensor([7, 20, 21, 22, 23, 0])
         self.input_ids = SimpleNamespace(gpu=torch.zeros(6))
@@ -199,6 +199,8 @@ class SpeculatingRunner(Runner):
             self._prepare_inputs(scheduler_output, np.array([1, 4], np.int32))
             self.events.append("forward")
         return "state"
+
+    def _dummy_run(self, num_tokens: int) -> None: ...
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         del logits, spec_decode_metadata
@@ -266,6 +268,61 @@ def test_what_fails_with_the_drafts_leaves_with_the_output_of_the_same_step() ->
     output = runner.sample_tokens(None)
     assert getattr(output, FAILURES) == {"b": "ValueError"}
     assert output.tokens == "tokens"
+
+
+class DraftsOnDevice(Runner):
+    """As V2: what is rejected is a tensor of the device."""
+
+    speculative_config = "eagle"
+
+    def prepare_inputs(self, scheduled: Any) -> Any:
+        del scheduled
+        return SimpleNamespace(
+            req_ids=["a", "b"],
+            num_scheduled_tokens=np.array([1, 4], np.int32),
+            num_computed_tokens_np=np.array([7, 23], np.int32),
+            num_draft_tokens_per_req=np.array([0, 3], np.int32),
+            query_start_loc=torch.tensor([0, 1, 5]),
+        )
+
+    def execute_model(self, scheduler_output: Any, *, dummy_run: bool = False) -> str:
+        if not dummy_run:
+            self.batch = self.prepare_inputs(scheduler_output)
+        self.events.append("forward")
+        return "state"
+
+    def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+        del hidden_states, input_batch, grammar_output
+        return "output", torch.tensor([1, 2]), torch.tensor([0, 2])
+
+    def sample_tokens(self, grammar: Any) -> Any:
+        self.sample("hidden", self.batch, grammar)
+        self.events.append("drafted")
+        return SimpleNamespace(tokens="tokens")
+
+
+class DeviceListener(Listener):
+    def place(self, batch: StepBatch) -> None:
+        assert batch.is_ahead
+        self.events.append(("place", batch.starts_R.tolist()))
+
+    def end(self, inputs: Any) -> None:
+        drafts = inputs().drafts
+        told = None if drafts is None else (drafts.starts_R.tolist(), drafts.rejected_R.tolist())
+        self.events.append(("end", told))
+
+
+def test_what_the_device_says_of_drafts_stays_there_until_the_step_is_published() -> None:
+    runner = DraftsOnDevice()
+    inputs = step_hooks.connect_listeners(runner, [DeviceListener(runner.events)], RepeatPath())
+    runner.execute_model(scheduled(5), dummy_run=True)
+    runner.execute_model(scheduled(5))
+    runner.sample_tokens(None)
+    runner.sample_tokens(None)  # as a warm-up of the sampler would: it belongs to no step
+    placed = [("begin", 0, []), ("place", [7, 23]), "forward"]
+    ended = [("end", ([0, 1, 5], [0, 2])), "drafted", "drafted"]
+    assert runner.events == ["forward", *placed, *ended]
+    assert inputs().drafts is None
 
 
 class TappedModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any where it is not installed

@@ -36,7 +36,7 @@ class PublishLauncher(Protocol):
         """What the forward is about to overwrite must have been read."""
 
     def __call__(self, headers: StepHeaders, inputs: ForwardInputs, shape: StepShape) -> None:
-        """Publish the header that was written last."""
+        """Publish the header that was written last, without drafts that are rejected."""
 
     def capture(self, num_tokens: int) -> None:
         """Make the launches for so many tokens part of the graph that is being captured."""

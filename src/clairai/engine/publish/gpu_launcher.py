@@ -15,11 +15,11 @@ from clairai.engine.kernel_launch import CompiledKernel, CudaDriver, arguments_b
 from clairai.engine.publish import header_layout as layout
 from clairai.engine.publish import publish_kernel as kernel
 from clairai.engine.publish.launch_list import LaunchList, LaunchStreams, StepLauncher
-from clairai.engine.publish.step_header import Grids, StepHeaders, StepShape
+from clairai.engine.publish.step_header import Grids, StepHeader, StepHeaders, StepShape
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.score.stash_kernel import StashScorer
 from clairai.engine.side_stream import SideStream
-from clairai.engine.step import ForwardInputs
+from clairai.engine.step import ForwardInputs, JudgedDrafts
 from clairai.ring.layout import RingShape
 
 MAX_LAUNCH_LISTS: Final = 1024
@@ -66,6 +66,11 @@ class GpuLauncher:
         self._kernel = self._compile(kernel.publish_step, (*given, 0), constants)
         places = {"NUM_HEADERS": layout.NUM_HEADERS, "HEADER_WORDS": headers.memory.shape[1]}
         self._graph_kernel = self._compile(kernel.publish_in_graph, given, constants | places)
+        any_R = torch.zeros(1, dtype=torch.int32, device=scores_STK.device)
+        sizes_of_header = {name: constants[name] for name in ("MAX_R", "MAX_E", "TILE_W")}
+        self._marker = self._compile(
+            kernel.mark_rejected, (headers.memory, any_R, any_R), sizes_of_header
+        )
         self._shape = None
         self._launch_lists: dict[tuple[Grids, int], LaunchList] = {}
         if self._scorer.max_tokens:
@@ -79,6 +84,8 @@ class GpuLauncher:
 
     def __call__(self, headers: StepHeaders, inputs: ForwardInputs, shape: StepShape) -> None:
         """Publish the header that was written last: one launch for each grid of its shape."""
+        if inputs.drafts is not None:
+            self._mark_rejected(headers.last(), inputs.drafts, len(shape.rows.counts_R))
         is_scored = self._scorer.is_due(shape.rows.num_tokens)
         is_known = shape is self._shape and inputs is self._inputs
         if not is_known or is_scored is not self._is_scored:
@@ -89,6 +96,16 @@ class GpuLauncher:
             self._launcher.use(self._launch_list(shape.grids, num_scored))
             self._shape, self._inputs, self._is_scored = shape, inputs, is_scored
         self._launcher.run(headers)
+
+    def _mark_rejected(self, header: StepHeader, drafts: JudgedDrafts, num_requests: int) -> None:
+        """On the engine's own stream, which the launches that publish wait for."""
+        if not num_requests:
+            return
+        cells = self._marker.cells
+        cells["header_ptr"].value = header.address
+        cells["starts_ptr"].value = drafts.starts_R.data_ptr()
+        cells["rejected_ptr"].value = drafts.rejected_R.data_ptr()
+        self._marker.launch((num_requests, 1, 1)).run(self._driver, self._main())
 
     def _launch_list(self, grids: Grids, num_scored: int) -> LaunchList:
         """Laid out once for each kind of step: batches come and go, as large as others were."""

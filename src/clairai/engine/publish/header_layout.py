@@ -7,7 +7,8 @@ lies in pinned memory, which the kernel reads in place:
     requests    a block of `max_requests` words for each of REQUEST_FIELDS
     events      MAX_EVENTS rows as the ring has them
     tokens      for each token the index of its request, int32; what it stands for (an image,
-                a sound) is in the byte above MEDIA_BITS
+                a sound) is in the byte above MEDIA_BITS, and there the device marks drafts that
+                are rejected
 
 Python reads and writes the head by name (step_header.py), the kernel makes constants of the
 positions (publish_kernel.py), and C declares its structs with these names (step.c).
@@ -39,7 +40,7 @@ class HeaderHead(ctypes.Structure):
     num_requests: int
     stamp_ns: int
     number: int  # of this header: they count from one on, and are published in that order
-    is_continued: int  # the step goes on in the next header
+    record_flags: int  # of the step's records: CONTINUED if it goes on in the next header
     in_graph: int  # the forward's own graph may publish this header
     shape: int  # the host's own: number of the StepShape that is written here
     unused_13: int

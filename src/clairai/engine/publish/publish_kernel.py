@@ -34,7 +34,7 @@ ROWS_PER_RECORD: Final = tl.constexpr(HEADER_FIELDS.index("rows_per_record"))
 NUM_REQUESTS: Final = tl.constexpr(HEADER_FIELDS.index("num_requests"))
 STAMP_NS: Final = tl.constexpr(HEADER_FIELDS.index("stamp_ns"))
 NUMBER: Final = tl.constexpr(HEADER_FIELDS.index("number"))
-IS_CONTINUED: Final = tl.constexpr(HEADER_FIELDS.index("is_continued"))
+RECORD_FLAGS: Final = tl.constexpr(HEADER_FIELDS.index("record_flags"))
 IN_GRAPH: Final = tl.constexpr(HEADER_FIELDS.index("in_graph"))
 DONE: Final = tl.constexpr(HEADER_FIELDS.index("done"))
 HEAD_WORDS: Final = tl.constexpr(len(HEADER_FIELDS))
@@ -42,6 +42,10 @@ NUM_REQUEST_FIELDS: Final = tl.constexpr(len(REQUEST_FIELDS))  # stream, choice,
 MEDIA_BITS: Final = tl.constexpr(header_layout.MEDIA_BITS)
 REQUEST_MASK: Final = tl.constexpr((1 << header_layout.MEDIA_BITS) - 1)
 MEDIA_AT: Final = tl.constexpr(24 + ring_messages.MEDIA_SHIFT)  # in a row's last word
+# In a token's word: becomes the flag REJECTED of its row, as its media become those bits.
+REJECTED_MARK: Final = tl.constexpr(
+    ring_messages.REJECTED >> ring_messages.MEDIA_SHIFT << header_layout.MEDIA_BITS
+)
 # Of the ring; a slot's words are in the order of ring.SLOT_HEADER.
 RING_HEAD: Final = tl.constexpr(ring.HEAD_OFFSET // 8)
 SLOTS_AT: Final = tl.constexpr(ring.SLOTS_OFFSET)
@@ -163,8 +167,8 @@ def _publish_records(ring_ptr, header_ptr, turn_ptr, first_row, num_records, SLO
     tl.store(slot_ptr + EPOCH_AND_BANK_AT, seq * 0 + epoch_and_bank, mask=is_wanted)
     tl.store(slot_ptr + SIZES_AT, count | (num_columns << 32), mask=is_wanted)
     tl.store(slot_ptr + STEP_AT, seq * 0 + step, mask=is_wanted)
-    is_continued = (left > per_record).to(tl.int64) | tl.load(header_ptr + IS_CONTINUED)
-    tl.store(slot_ptr + FLAGS_AT, is_continued, mask=is_wanted)
+    flags = (left > per_record).to(tl.int64) | tl.load(header_ptr + RECORD_FLAGS)
+    tl.store(slot_ptr + FLAGS_AT, flags, mask=is_wanted)
     tl.store(slot_ptr + STAMP_AT, seq * 0 + stamp, mask=is_wanted)
     tl.store(slot_ptr + SLOT_BYTES // 8 - 1, seq, mask=is_wanted)
     tl.debug_barrier()  # all threads' stores come before the one that publishes them
@@ -192,6 +196,24 @@ def _write_record(ring_ptr, header_ptr, scores_ptr, column_ptr, positions_ptr, t
     _write_rows(payload_ptr, begin, count, header_ptr, positions_ptr, token_ids_ptr,
                 MAX_R, MAX_E, TILE_W)  # fmt: skip
     _write_scores(payload_ptr, begin, count, header_ptr, scores_ptr, column_ptr, K, TILE_E)
+
+
+@triton.jit
+def mark_rejected(header_ptr, starts_ptr, rejected_ptr, MAX_R: tl.constexpr, MAX_E: tl.constexpr,
+                  TILE_W: tl.constexpr):  # fmt: skip
+    """Mark the rejected drafts of one request in the step's header. Grid: (requests,).
+
+    Runs before the launch that publishes the header, which reads the marks.
+    """
+    events_ptr = header_ptr + HEAD_WORDS + NUM_REQUEST_FIELDS * MAX_R
+    request_ptr = events_ptr.to(tl.pointer_type(tl.int32)) + 6 * MAX_E
+    end = tl.load(starts_ptr + tl.program_id(0) + 1)
+    num_rejected = tl.load(rejected_ptr + tl.program_id(0))
+    for first in range(0, num_rejected, TILE_W):
+        i = first + tl.arange(0, TILE_W)
+        is_wanted = i < num_rejected
+        token = tl.load(request_ptr + end - 1 - i, mask=is_wanted, other=0)
+        tl.store(request_ptr + end - 1 - i, token | REJECTED_MARK, mask=is_wanted)
 
 
 @triton.jit

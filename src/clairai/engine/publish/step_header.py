@@ -18,7 +18,7 @@ from clairai.engine.publish.header_layout import NUM_HEADERS, HeaderHead, StepCo
 from clairai.engine.publish.ring_room import NO_LIMIT, FindLimit
 from clairai.engine.publish.step_rows import BatchRequests, StepRows
 from clairai.errors import EngineGoneError
-from clairai.ring.layout import RingShape
+from clairai.ring.layout import CONTINUED, HAS_DRAFTS, RingShape
 
 GPU_TIMEOUT_S: Final = 60.0
 MAX_PROGRAMS: Final = 32  # for one record
@@ -98,7 +98,8 @@ class StepHeader:
         head.num_events, head.num_rows = len(rows.events), shape.num_rows
         head.epoch_and_bank, head.num_columns = shape.epoch_and_bank, shape.num_columns
         head.rows_per_record, head.num_requests = shape.rows_per_record, len(rows.counts_R)
-        head.is_continued, head.in_graph = rows.is_continued, shape.in_graph
+        head.record_flags = rows.is_continued * CONTINUED | rows.has_drafts * HAS_DRAFTS
+        head.in_graph = shape.in_graph
         head.shape = self._written = shape.number
 
     def _write_tokens(self, rows: StepRows) -> None:
@@ -110,6 +111,8 @@ class StepHeader:
         elif counts != self._counts:
             self._request_T[: rows.num_tokens] = rows.request_T
             self._counts = counts
+        if rows.has_drafts:  # the device will mark some
+            self._counts = b""
 
     def _write_requests(self, requests: BatchRequests) -> None:
         if requests is self._requests:

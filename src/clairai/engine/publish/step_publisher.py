@@ -173,7 +173,8 @@ class StepPublisher:
         return try_each(new, self._add) if new else {}
 
     def _add(self, request: NewRequest) -> None:
-        self._builder.add_request(request.req_id, request.mark, request.prompt_len, request.media)
+        given = (request.mark, request.prompt_len, request.media, request.num_known)
+        self._builder.add_request(request.req_id, *given)
         self._remember(request)
 
     def drop(self, req_id: str, reason: str) -> None:
@@ -223,7 +224,7 @@ class StepPublisher:
         self._is_announced = self._publisher.announce(self._rows, self.bank.version)
 
     def reject(self, rejected_R: NDArray[np.int32]) -> None:
-        if self._rows is not None:
+        if self._rows is not None:  # else it is lost
             self._builder.reject(rejected_R)
             self._rows = self._rows.leave_out(rejected_R)
 

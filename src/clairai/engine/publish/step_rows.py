@@ -45,6 +45,7 @@ class StepRows:
     is_continued: bool = False  # the step has further rows
     media_T: NDArray[np.uint8] | None = None  # what each token stands for; None: all are text
     is_kept_T: NDArray[np.bool_] | None = None  # False for a rejected draft; None: there is none
+    has_drafts: bool = False  # which are rejected, only the device will know
 
     @property
     def request_T(self) -> NDArray[np.int32]:
@@ -140,6 +141,7 @@ class RowBuilder:
         self._choice_S = np.zeros(64, np.uint16)
         self._prompt_S = np.zeros(64, np.uint32)
         self._seen_S = np.zeros(64, np.uint32)
+        self._again_S = np.zeros(64, np.uint32)  # forwarded before the request came back
         # By slot, of prompts with images or the like: what each of their positions stands for.
         self._media: dict[int, NDArray[np.uint8]] = {}
         self._events: list[NDArray[np.void]] = []
@@ -160,9 +162,14 @@ class RowBuilder:
         mark: RequestMark,
         prompt_len: int,
         media: NDArray[np.uint8] | None = None,
+        num_known: int = 0,
     ) -> None:
-        """A request reached the worker; one that comes back after preemption is known already."""
+        """A request reached the worker; one that comes back after preemption is known already.
+
+        All of the tokens that it has then were forwarded, but for the one that was sampled last.
+        """
         if req_id in self._slots:
+            self._again_S[self._slots[req_id]] = max(num_known - 1, 0)
             return
         slot = self._free.pop() if self._free else len(self._slots)
         if slot == len(self._stream_S):
@@ -171,7 +178,7 @@ class RowBuilder:
         self._stream_S[slot] = mark.stream
         self._choice_S[slot] = mark.choice
         self._prompt_S[slot] = prompt_len
-        self._seen_S[slot] = 0
+        self._seen_S[slot] = self._again_S[slot] = 0
         if media is not None:
             self._media[slot] = media
 
@@ -209,15 +216,24 @@ class RowBuilder:
         starts_R = batch.starts_R.astype(np.uint32)
         counts_R = batch.counts_R.astype(np.int32)  # a copy: the runner soon uses its own again
         seen_R = self._seen_S[requests.slots_R]
+        # How far a request has come for certain is known when it comes back, and not before.
+        flagged_R = self._again_S[requests.slots_R] if batch.is_ahead else seen_R
         self._add_cached(requests, seen_R, starts_R)
         ends_R = starts_R + counts_R.astype(np.uint32)
         self._seen_S[requests.slots_R] = np.maximum(seen_R, ends_R)
         media_T = self._read_media(requests, starts_R, counts_R) if self._media else None
         num_tokens = int(counts_R.sum())
         rows = StepRows(
-            self._take_events(), num_tokens, counts_R, requests, seen_R, media_T=media_T
+            self._take_events(),
+            num_tokens,
+            counts_R,
+            requests,
+            flagged_R,
+            media_T=media_T,
+            has_drafts=batch.is_ahead,
         )
-        if media_T is None:  # else the next step's tokens stand for something else
+        # Else the next step's tokens stand for something else, or others of them are rejected.
+        if media_T is None and batch.drafts_R is None:
             self._repeated = RepeatedBatch(rows, ends_R.astype(np.int32), self._extension)
         return rows
 
@@ -299,7 +315,7 @@ class RowBuilder:
         self._events.append(events)
 
     def _grow(self) -> None:
-        for name in ("_stream_S", "_choice_S", "_prompt_S", "_seen_S"):
+        for name in ("_stream_S", "_choice_S", "_prompt_S", "_seen_S", "_again_S"):
             old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
 

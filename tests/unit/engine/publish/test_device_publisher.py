@@ -124,7 +124,7 @@ def test_every_word_of_a_header_is_what_the_layout_says() -> None:
         "rows_per_record": 167,
         "num_requests": 2,
         "number": 2,
-        "is_continued": 0,
+        "record_flags": 0,
         "in_graph": 0,
         "shape": 2,
         "unused_13": 0,

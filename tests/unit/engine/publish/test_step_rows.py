@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from clairai.engine.publish.step_rows import RepeatedBatch, RowBuilder, StepRows
 from clairai.engine.step import RequestMark, StepBatch
 from clairai.wire import ring_messages
-from tests.support.engine_steps import Plan, Row, ToyEngine, plans
+from tests.support.engine_steps import Plan, Row, ToyEngine, plans, plans_with_drafts
 
 histories = st.lists(plans, min_size=1, max_size=25)
 
@@ -35,6 +35,12 @@ def run(history: list[Plan], builder: RowBuilder | None = None) -> list[Row]:
 def test_pitfall_01_every_row_belongs_to_the_request_that_a_slow_reference_says(
     history: list[Plan],
 ) -> None:
+    run(history)
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(st.lists(plans_with_drafts, min_size=1, max_size=25))
+def test_a_rejected_draft_is_no_row_and_counts_as_never_forwarded(history: list[Plan]) -> None:
     run(history)
 
 

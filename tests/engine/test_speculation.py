@@ -1,0 +1,326 @@
+"""With drafts and without them an engine gives the same answers, rows, captures and decisions.
+
+Greedily, in float32, on a tiny model; each method of speculation against one engine without it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import clairai
+from clairai.points import Point
+from clairai.vector.safetensors_format import dumps
+from tests.engine import attribution, capturing, models, mutants, speculating, steering
+from tests.engine.process import EngineProcess
+from tests.engine.steering import Answer, Ask
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+POINTS: Final = ("pre_attn.0", "post_attn.1", "post_block.2")
+WIDTH: Final = int(models.SHAPE["hidden_size"])
+PROMPTS: Final = [
+    tuple(prompt)
+    for prompt in models.random_prompts(5, (3, 17, 40, 70, 9, 30), speculating.VOCABULARY)
+]
+NUM_NEW: Final = 40
+LOAD: Final = attribution.Plan(
+    num_requests=80,
+    num_at_once=16,
+    max_prompt=100,
+    max_new=60,
+    seed=1,
+    temperature=0.0,
+    vocabulary=speculating.VOCABULARY,
+    num_drafts=speculating.NUM_DRAFTS,
+)
+METHODS: Final = ("ngram", "draft_model", "eagle", "mtp")
+
+
+def _noise(seed: int, size: float) -> NDArray[np.float32]:
+    row = np.random.default_rng(seed).standard_normal(WIDTH)
+    return np.asarray(row * size / np.linalg.norm(row), np.float32)
+
+
+VECTOR: Final = dumps(
+    clairai.Vector("push", {Point.parse(name): _noise(i, 0.8) for i, name in enumerate(POINTS)})
+)
+PROBES: Final = [
+    clairai.Probe(f"p{i}", Point.parse(name), _noise(10 + i, 1.0), threshold=0.5)
+    for i, name in enumerate(POINTS)
+]
+GATE: Final = {"probe": "p0", "threshold": 0.1}
+# Everywhere; in the answer; up to and from a position of it; by gates without and with memory.
+STEERED: Final[tuple[dict[str, Any], ...]] = (
+    {"vector": "push", "scale": 0.5},
+    {"vector": "push", "when": "generation"},
+    {"vector": "push", "when": {"positions": [[0, 47]]}},
+    {"vector": "push", "when": {"positions": [[45, 60]]}},
+    {"vector": "push", "when": "generation", "gate": GATE},
+    {"vector": "push", "when": "generation", "gate": GATE | {"latch": True}},
+    {"vector": "push", "when": "generation", "gate": GATE | {"release": -0.2}},
+)
+RULE: Final = {"probe": "p1", "threshold": 0.3, "tokens": 2}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one engine did with the same requests as all others."""
+
+    plain: tuple[list[Answer], list[NDArray[np.float32]], list[int]]
+    steered: tuple[list[Answer], list[NDArray[np.float32]], list[int]]
+    cached: list[Answer]  # the same requests once more: the prefix cache has their prompts
+    stopped: list[Answer]
+    captured: list[list[capturing.Found]]
+    drafts: speculating.Drafts
+
+
+def _run(llm: Any) -> Run:
+    """All that is compared; runs in the engine's process."""
+    steering.put(llm, [VECTOR])
+    steering.add_probes(llm, PROBES)
+    plain = [Ask(prompt, num_new=NUM_NEW) for prompt in PROMPTS]
+    steered = [
+        Ask(prompt, (entry,), num_new=NUM_NEW) for entry in STEERED for prompt in PROMPTS[2:4]
+    ]
+    stopped = [replace(ask, stop=(RULE,)) for ask in plain]
+    captured = [
+        capturing.Ask(prompt, {"points": [POINTS[2]], "positions": "all"}, num_new=NUM_NEW)
+        for prompt in PROMPTS
+    ]
+    with speculating.count_drafts(llm) as seen:
+        run = Run(
+            plain=speculating.answer_and_score_all(llm, plain),
+            steered=speculating.answer_and_score_all(llm, steered),
+            cached=steering.answer(llm, [*steered, *plain]),
+            stopped=steering.answer(llm, stopped),
+            captured=capturing.capture(llm, captured),
+            drafts=speculating.Drafts(0, 0),
+        )
+    proposed, accepted = np.array(seen or [(0, 0)]).sum(0).tolist()
+    steering.remove_all(llm)
+    steering.remove_probes(llm, [probe.name for probe in PROBES])
+    return replace(run, drafts=speculating.Drafts(proposed, accepted))
+
+
+@dataclass(frozen=True)
+class Folders:
+    target: Path
+    draft_model: Path
+    eagle: Path
+    mtp: Path
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    folder = tmp_path_factory.mktemp("speculation")
+    target = speculating.make_target(folder / "target")
+    return Folders(
+        target,
+        speculating.make_draft_model(target, folder / "draft"),
+        speculating.make_eagle(target, folder / "eagle"),
+        speculating.make_mtp(folder / "mtp"),
+    )
+
+
+def _start(
+    model: Path, runtime: Path, captures: Path, speculative: dict[str, Any] | None
+) -> EngineProcess:
+    given: dict[str, Any] = {}
+    if speculative is not None:
+        given["speculative_config"] = speculative
+    return EngineProcess(
+        runtime=runtime,
+        model=str(model),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=16,
+        max_num_batched_tokens=128,  # prompts are cut up
+        block_size=32,
+        num_gpu_blocks_override=24,  # and requests preempted
+        enable_prefix_caching=True,
+        disable_log_stats=False,  # else vLLM does not count drafts
+        additional_config=clairai.config(
+            points=list(POINTS),
+            capacity=8,
+            ring_mib=64,
+            steering=True,
+            capture={"consumers": {"fs": {"folder": str(captures)}}, "to": ["fs"]},
+        ),
+        **given,
+    )
+
+
+def _speculative(method: str, folders: Folders) -> dict[str, Any]:
+    given: dict[str, dict[str, Any]] = {
+        "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
+        "draft_model": {"model": str(folders.draft_model)},
+        "eagle": {"model": str(folders.eagle)},
+        "mtp": {},  # part of the target, and good for one token
+    }
+    num_drafts = 1 if method == "mtp" else speculating.NUM_DRAFTS
+    return {"method": method, "num_speculative_tokens": num_drafts, **given[method]}
+
+
+@pytest.fixture(scope="module")
+def run_alone(runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Run]:
+    """What an engine without speculation does with this model."""
+    known: dict[Path, Run] = {}
+
+    def run(model: Path) -> Run:
+        if model not in known:
+            captures = tmp_path_factory.mktemp("alone") / "store"
+            with _start(model, runtime, captures, None) as engine:
+                known[model] = engine.call(_run)
+        return known[model]
+
+    return run
+
+
+@dataclass(frozen=True)
+class Speculating:
+    method: str
+    engine: EngineProcess
+    run: Run
+    alone: Run
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def speculation(
+    request: pytest.FixtureRequest,
+    folders: Folders,
+    runtime: Path,
+    run_alone: Callable[[Path], Run],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Speculating]:
+    method = str(request.param)
+    if method == "ngram" and importlib.util.find_spec("numba") is None:
+        pytest.skip("vLLM's n-gram drafter needs numba: pip install numba")
+    model = folders.mtp if method == "mtp" else folders.target
+    alone = run_alone(model)
+    captures = tmp_path_factory.mktemp(method) / "store"
+    with _start(model, runtime, captures, _speculative(method, folders)) as engine:
+        yield Speculating(method, engine, engine.call(_run), alone)
+
+
+def _largest_error(found: list[NDArray[np.float32]], truth: list[NDArray[np.float32]]) -> float:
+    """The 99.9th percentile, relative to the score or the RMS of its row."""
+    pairs = list(zip(found, truth, strict=True))
+    assert all((np.isnan(one) == np.isnan(other)).all() for one, other in pairs)
+    has_row = [~np.isnan(other[:, 0]) for _, other in pairs]
+    found_NP = np.concatenate([one[rows] for (one, _), rows in zip(pairs, has_row, strict=True)])
+    truth_NP = np.concatenate([one[rows] for (_, one), rows in zip(pairs, has_row, strict=True)])
+    rms_N1 = np.sqrt((truth_NP.astype(np.float64) ** 2).mean(1, keepdims=True))
+    return float(
+        np.quantile(np.abs(found_NP - truth_NP) / np.maximum(np.abs(truth_NP), rms_N1), 0.999)
+    )
+
+
+def test_drafts_are_accepted_and_rejected(speculation: Speculating) -> None:
+    """Else none of the tests below would say anything."""
+    drafts = speculation.run.drafts
+    assert drafts.accepted > 50
+    assert drafts.proposed - drafts.accepted > 50
+
+
+def test_every_token_has_the_scores_that_it_has_without_speculation(
+    speculation: Speculating, report: Callable[..., None]
+) -> None:
+    (answers, scores, missing), (expected, truth, _) = (
+        speculation.run.plain,
+        speculation.alone.plain,
+    )
+    assert [one.token_ids for one in answers] == [one.token_ids for one in expected]
+    assert missing == [0] * len(answers)
+    error = _largest_error(scores, truth)
+    drafts = speculation.run.drafts
+    report(
+        test=f"speculation by {speculation.method}",
+        error=error,
+        drafts=drafts.proposed,
+        accepted=drafts.accepted,
+    )
+    assert error <= 1e-5
+
+
+def test_steering_acts_on_drafts_as_it_would_without_them(speculation: Speculating) -> None:
+    (answers, scores, missing), (expected, truth, _) = (
+        speculation.run.steered,
+        speculation.alone.steered,
+    )
+    assert [one.token_ids for one in answers] == [one.token_ids for one in expected]
+    assert missing == [0] * len(answers)
+    assert _largest_error(scores, truth) <= 1e-5
+    kinds = {one.token_ids for one in answers[::2]}
+    assert len(kinds) >= len(STEERED) - 2  # they do different things
+
+
+def test_the_prefix_cache_gives_no_request_what_another_ones_drafts_left(
+    speculation: Speculating,
+) -> None:
+    answers, expected = speculation.run.cached, speculation.alone.cached
+    assert [one.token_ids for one in answers] == [one.token_ids for one in expected]
+    plain = speculation.alone.plain[0]
+    assert [one.token_ids for one in answers[-len(plain) :]] == [one.token_ids for one in plain]
+    assert any(one.num_cached for one in answers)
+
+
+def test_a_stop_rule_ends_an_answer_at_the_same_token_though_several_come_at_once(
+    speculation: Speculating,
+) -> None:
+    found, expected = speculation.run.stopped, speculation.alone.stopped
+    assert [(one.token_ids, one.stop_reason) for one in found] == [
+        (one.token_ids, one.stop_reason) for one in expected
+    ]
+    assert any(one.finish_reason == "stop" and len(one.token_ids) > 4 for one in found)
+
+
+def test_what_is_captured_of_each_token_is_what_is_captured_without_drafts(
+    speculation: Speculating,
+) -> None:
+    for (found,), (expected,) in zip(
+        speculation.run.captured, speculation.alone.captured, strict=True
+    ):
+        assert (found.state, found.lost, found.positions) == ("kept", 0, expected.positions)
+        assert found.tokens == expected.tokens
+        errors = np.abs(found.rows[POINTS[2]] - expected.rows[POINTS[2]])
+        assert errors.max() <= 1e-5 * np.abs(expected.rows[POINTS[2]]).max()
+
+
+def test_no_row_lands_on_another_request_and_no_rejected_draft_is_one(
+    speculation: Speculating, report: Callable[..., None]
+) -> None:
+    verdict, drafts = speculation.engine.call(speculating.with_drafts, attribution.run, LOAD)
+    report(
+        test=f"attribution with drafts by {speculation.method}",
+        rows=verdict.rows,
+        wrong=len(verdict.wrong),
+        drafts=drafts.proposed,
+        accepted=drafts.accepted,
+    )
+    assert (verdict.wrong, verdict.unaccounted, verdict.lost) == ([], 0, 0)
+    assert verdict.decode_rows > 1_000
+    assert verdict.recomputed_rows > 0, "nothing was preempted"
+    assert verdict.aborted > 0
+    assert drafts.accepted > 100
+
+
+@pytest.mark.parametrize(
+    "mutant", [speculating.keep_rejected, mutants.rows_shifted_by_one], ids=lambda one: one.__name__
+)
+def test_the_attribution_check_catches_a_draft_that_counts_as_a_row(
+    speculation: Speculating, mutant: Callable[[], AbstractContextManager[None]]
+) -> None:
+    short = replace(LOAD, num_requests=12)
+    verdict = speculation.engine.call(mutants.run, mutant, short)
+    assert verdict.wrong or verdict.unaccounted
