@@ -71,12 +71,15 @@ STEERED: Final[tuple[dict[str, Any], ...]] = (
 RULE: Final = {"probe": "p1", "threshold": 0.3, "tokens": 2}
 
 
+Scored = tuple[list[Answer], list[NDArray[np.float32]], list[int]]  # with how many rows lack
+
+
 @dataclass(frozen=True)
 class Run:
     """What one engine did with the same requests as all others."""
 
-    plain: tuple[list[Answer], list[NDArray[np.float32]], list[int]]
-    steered: tuple[list[Answer], list[NDArray[np.float32]], list[int]]
+    plain: Scored
+    steered: Scored
     cached: list[Answer]  # the same requests once more: the prefix cache has their prompts
     stopped: list[Answer]
     captured: list[list[capturing.Found]]
@@ -213,17 +216,22 @@ def speculation(
         yield Speculating(method, engine, engine.call(_run), alone)
 
 
-def _largest_error(found: list[NDArray[np.float32]], truth: list[NDArray[np.float32]]) -> float:
-    """The 99.9th percentile, relative to the score or the RMS of its row."""
-    pairs = list(zip(found, truth, strict=True))
-    assert all((np.isnan(one) == np.isnan(other)).all() for one, other in pairs)
-    has_row = [~np.isnan(other[:, 0]) for _, other in pairs]
-    found_NP = np.concatenate([one[rows] for (one, _), rows in zip(pairs, has_row, strict=True)])
-    truth_NP = np.concatenate([one[rows] for (_, one), rows in zip(pairs, has_row, strict=True)])
-    rms_N1 = np.sqrt((truth_NP.astype(np.float64) ** 2).mean(1, keepdims=True))
-    return float(
-        np.quantile(np.abs(found_NP - truth_NP) / np.maximum(np.abs(truth_NP), rms_N1), 0.999)
-    )
+def _largest_error(found: Scored, truth: Scored) -> float:
+    """The 99.9th percentile, relative to the score or the RMS of its row.
+
+    Of all tokens that both engines forwarded: the prefix cache may have served others of a prompt,
+    as EAGLE leaves the last block that it finds there to be forwarded again.
+    """
+    answers, scores, missing = found
+    assert missing == [0] * len(answers)
+    errors = []
+    for answer, one_NP, true_NP in zip(answers, scores, truth[1], strict=True):
+        is_common_N = ~np.isnan(one_NP[:, 0]) & ~np.isnan(true_NP[:, 0])
+        assert is_common_N[-len(answer.token_ids) : -1].all()
+        truth_NP = true_NP[is_common_N].astype(np.float64)
+        rms_N1 = np.sqrt((truth_NP**2).mean(1, keepdims=True))
+        errors.append(np.abs(one_NP[is_common_N] - truth_NP) / np.maximum(np.abs(truth_NP), rms_N1))
+    return float(np.quantile(np.concatenate(errors), 0.999))
 
 
 def test_drafts_are_accepted_and_rejected(speculation: Speculating) -> None:
@@ -236,13 +244,9 @@ def test_drafts_are_accepted_and_rejected(speculation: Speculating) -> None:
 def test_every_token_has_the_scores_that_it_has_without_speculation(
     speculation: Speculating, report: Callable[..., None]
 ) -> None:
-    (answers, scores, missing), (expected, truth, _) = (
-        speculation.run.plain,
-        speculation.alone.plain,
-    )
-    assert [one.token_ids for one in answers] == [one.token_ids for one in expected]
-    assert missing == [0] * len(answers)
-    error = _largest_error(scores, truth)
+    found, truth = speculation.run.plain, speculation.alone.plain
+    assert [one.token_ids for one in found[0]] == [one.token_ids for one in truth[0]]
+    error = _largest_error(found, truth)
     drafts = speculation.run.drafts
     report(
         test=f"speculation by {speculation.method}",
@@ -254,14 +258,10 @@ def test_every_token_has_the_scores_that_it_has_without_speculation(
 
 
 def test_steering_acts_on_drafts_as_it_would_without_them(speculation: Speculating) -> None:
-    (answers, scores, missing), (expected, truth, _) = (
-        speculation.run.steered,
-        speculation.alone.steered,
-    )
-    assert [one.token_ids for one in answers] == [one.token_ids for one in expected]
-    assert missing == [0] * len(answers)
-    assert _largest_error(scores, truth) <= 1e-5
-    kinds = {one.token_ids for one in answers[::2]}
+    found, truth = speculation.run.steered, speculation.alone.steered
+    assert [one.token_ids for one in found[0]] == [one.token_ids for one in truth[0]]
+    assert _largest_error(found, truth) <= 1e-5
+    kinds = {one.token_ids for one in found[0][::2]}
     assert len(kinds) >= len(STEERED) - 2  # they do different things
 
 
