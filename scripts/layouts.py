@@ -19,6 +19,7 @@ PAGE: Final = ROOT / "docs" / "layouts.md"
 FEATURES: Final = ("scores", "steering, gates", "captures", "new weights")
 _TABLE: Final = re.compile(r"<!-- layouts -->\n(.*?)<!-- /layouts -->\n", re.DOTALL)
 _PARALLEL: Final = "tests/engine/test_tensor_parallel.py"
+_PIPELINE: Final = "tests/engine/test_pipeline_parallel.py"
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,33 @@ def _refuse_all(name: str, reason: str) -> Layout:
     return Layout(name, fixed={FEATURES[0]: f"refused: {reason}", **rest})
 
 
-_ONE_RANK: Final = {"new weights": "refused: [one rank only](weights.md)"}
+_UNTRIED: Final = {"new weights": "not tried"}
+_STAGES: Final = {
+    "captures": "refused: a folder has one writer",
+    "new weights": "refused: a trainer names all tensors",
+}
+_CORES: Final = {
+    "captures": "refused: a folder has one writer",
+    "new weights": "refused: they would reach one core",
+}
 LAYOUTS: Final = (
-    Layout("tensor parallel, 2 ranks", (_PARALLEL, "-k", "tensor-2"), _ONE_RANK),
-    Layout("tensor parallel, 4 ranks", (_PARALLEL, "-k", "tensor-4"), _ONE_RANK),
-    Layout("expert parallel, 2 ranks", (_PARALLEL, "-k", "expert-2"), _ONE_RANK),
+    Layout(
+        "tensor parallel, 2 ranks",
+        (_PARALLEL, "tests/engine/test_weights_ranks.py", "-k", "tensor-2 or test_weights_ranks"),
+    ),
+    Layout("tensor parallel, 4 ranks", (_PARALLEL, "-k", "tensor-4"), _UNTRIED),
+    Layout("expert parallel, 2 ranks", (_PARALLEL, "-k", "expert-2"), _UNTRIED),
     _refuse_all("sequence-parallel residuals", "rows are sharded between ranks"),
-    _refuse_all("pipeline parallel", "each stage would hold only a part of every row"),
-    _refuse_all("data parallel", "one ring per engine; run one server per engine instead"),
+    Layout("pipeline parallel, 2 stages", (_PIPELINE, "-k", "not tp2"), _STAGES),
+    Layout("pipeline parallel, 2 stages of 2 ranks", (_PIPELINE, "-k", "tp2"), _STAGES),
+    Layout("data parallel, 2 engine cores", ("tests/engine/test_data_parallel.py",), _CORES),
     _refuse_all("prefill context parallel", "rows are split between ranks"),
     _refuse_all("dual batch overlap", "the batch is cut inside the forward"),
-    _refuse_all("speculative decoding", "rejected draft tokens would be reported as rows"),
+    Layout(
+        "speculative decoding, one rank",
+        ("tests/engine/test_speculation.py",),
+        {"new weights": "refused: not tried"},
+    ),
     Layout(
         "KV connector `ExampleConnector`",
         ("tests/engine/test_kv_connector.py",),

@@ -83,6 +83,11 @@ def _has_stages(config: Any) -> bool:
     return (_read_path(config, "parallel_config.pipeline_parallel_size") or 1) > 1
 
 
+def _has_several_ranks(config: Any) -> bool:
+    tensor_parallel_size = _read_path(config, "parallel_config.tensor_parallel_size") or 1
+    return _has_stages(config) or tensor_parallel_size > 1
+
+
 def _count_local_cores(config: Any) -> int:
     return int(_read_path(config, "parallel_config.data_parallel_size_local") or 1)
 
@@ -171,6 +176,10 @@ REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
         ),
     ),
     (
+        "speculative decoding with several ranks (not tried)",
+        lambda config: _is_speculating(config) and _has_several_ranks(config),
+    ),
+    (
         "speculative decoding with vLLM before 0.32 (not tried)",
         lambda config: (
             _is_speculating(config) and _read_version(vllm_version()) < FIRST_SPECULATING
@@ -225,6 +234,11 @@ def check_core_settings(vllm_config: Any, *, is_capturing: bool, accepts_weights
             "core, and the others would serve the old ones; run one server for each, or leave out "
             "--weight-transfer-config"
         )
+    if _is_speculating(vllm_config):
+        raise UnsupportedError(
+            "speculative decoding with data parallelism was not tried; run one server for each "
+            "engine core, or leave out --speculative-config"
+        )
 
 
 def check_stage_settings(vllm_config: Any, *, is_capturing: bool, accepts_weights: bool) -> None:
@@ -278,7 +292,15 @@ def check_steering_mode(vllm_config: Any) -> None:
 
 
 def check_weights_mode(vllm_config: Any) -> None:
-    """Refuse new weights with a KV connector: it keeps KV of the old ones, without saying so."""
+    """Refuse new weights where something would go on with the old ones.
+
+    A KV connector keeps KV of the old ones, without saying so.
+    """
+    if _is_speculating(vllm_config):
+        raise UnsupportedError(
+            "new weights were not tried with speculative decoding, whose drafter shares tensors "
+            "with the model; leave out speculative_config, or weight_transfer_config"
+        )
     if getattr(vllm_config, "kv_transfer_config", None) is not None:
         raise UnsupportedError(
             "new weights do not go with a KV connector: it would give requests of the new weights "

@@ -20,10 +20,13 @@ from clairai.settings import ResolvedSettings, Settings
 
 
 def config(path: str = "", value: object = None) -> Any:
-    """A VllmConfig as vLLM 0.26 and 0.32 have it by default, with one attribute changed."""
+    """A VllmConfig as vLLM 0.26 and 0.32 have it for two ranks, with one attribute changed.
+
+    One rank if it speculates, which several cannot.
+    """
     parts: dict[str, dict[str, object]] = {
         "parallel_config": {
-            "tensor_parallel_size": 2,
+            "tensor_parallel_size": 1 if path == "speculative_config" else 2,
             "pipeline_parallel_size": 1,
             "data_parallel_size": 1,
             "prefill_context_parallel_size": 1,
@@ -54,7 +57,6 @@ def config(path: str = "", value: object = None) -> Any:
 
 EXPERTS = "data parallelism of a model with experts"
 MODES = [
-    ("parallel_config.pipeline_parallel_size", 2, "pipeline parallelism on a GPU"),
     (
         "parallel_config.data_parallel_size",
         2,
@@ -87,6 +89,14 @@ def test_a_mode_that_would_give_wrong_rows_is_refused_with_the_way_out(
         check_modes(config(path, value))
 
 
+def test_stages_are_served_on_a_cpu_and_refused_on_a_gpu() -> None:
+    staged = config("parallel_config.pipeline_parallel_size", 2)
+    assert list_refused_modes(staged) == []
+    staged.device_config.device_type = "cuda"
+    (reason,) = list_refused_modes(staged)
+    assert reason.startswith("pipeline parallelism on a GPU")
+
+
 def test_cores_of_a_model_with_experts_are_refused() -> None:
     several = config("parallel_config.data_parallel_size", 2)
     several.parallel_config.data_parallel_size_local = 2
@@ -99,9 +109,11 @@ def test_every_refused_mode_is_listed_here() -> None:
     modes = tuple({mode for *_, mode in MODES})
     elsewhere = (
         EXPERTS,
+        "pipeline parallelism on a GPU",
         "speculative decoding on a GPU",
         "speculative decoding on a GPU with the V1 model runner",
         "speculative decoding with adaptive verification",
+        "speculative decoding with several ranks",
         "speculative decoding with vLLM before 0.32",
     )
     others = [reason for reason, _ in REFUSED_MODES if not reason.startswith(modes)]
@@ -186,6 +198,30 @@ ANOTHERS_EXAMPLE = SimpleNamespace(
     kv_connector="ExampleConnector", kv_connector_module_path="theirs"
 )
 LMCACHE = SimpleNamespace(kv_connector="LMCacheConnectorV1", kv_connector_module_path=None)
+
+
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_speculation_goes_with_one_rank_alone(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_engine, "vllm_version", lambda: "0.32.0+cpu")
+    speculating = config("speculative_config", SimpleNamespace(method="eagle"))
+    setattr(speculating.parallel_config, size, 2)
+    (reason,) = list_refused_modes(speculating)
+    assert reason.startswith("speculative decoding with several ranks")
+
+
+def test_speculation_goes_with_one_engine_core_alone() -> None:
+    speculating = config("speculative_config", SimpleNamespace(method="eagle"))
+    nothing = {"is_capturing": False, "accepts_weights": False}
+    check_engine.check_core_settings(speculating, **nothing)
+    speculating.parallel_config.data_parallel_size = 2
+    with pytest.raises(UnsupportedError, match="speculative decoding with data parallelism"):
+        check_engine.check_core_settings(speculating, **nothing)
+
+
+def test_new_weights_do_not_go_with_speculation() -> None:
+    speculating = config("speculative_config", SimpleNamespace(method="eagle"))
+    with pytest.raises(UnsupportedError, match="new weights were not tried with speculative"):
+        check_engine.check_weights_mode(speculating)
 
 
 @pytest.mark.parametrize("asked", [{"steering": True}, {"capture": {"folder": "captures"}}])
