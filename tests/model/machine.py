@@ -1,9 +1,11 @@
 """Explores every state that a ring's writer and reader can reach, and finds the first wrong one.
 
 Memory is as weak as the protocol may meet it. Every block of the writer has a store buffer that
-drains in any order (a GPU) or oldest first (x86-64); stores to one address stay in order. Records
-are kernels on one stream: the next begins when the last one's blocks are done. The reader copies
-the words of a batch in any order, and reads the counter again after the last of them.
+drains in any order (a GPU, ARM) or oldest first (x86-64); stores to one address stay in order. A
+release store drains after all older ones, and lets younger ones pass. Records of a GPU are kernels
+on one stream: the next begins when the last one's blocks are done. The reader copies the words of a
+batch in any order. Its loads of the counter are ordered as `loads` says. All see one memory, which
+is so on x86-64 and ARMv8 (both multi-copy atomic), and not on POWER.
 
 Forbidden outcomes:
     torn        a record is delivered with a word of another record, or with one never written
@@ -28,7 +30,8 @@ Op = Literal[
     "only_block_0",  # all but block 0 stop here
     "reset_ticket",
     "store_head",
-    "release_head",
+    "store_head_release",  # visible after what was stored before it
+    "release_head",  # the same, and before what is stored after it
 ]
 Forbidden = Literal["torn", "order", "count"]
 
@@ -54,6 +57,10 @@ class Protocol:
     reach: int | None = None  # it accepts counter - seq < reach; None: it accepts all
     batch: int = 2  # records per poll
     reader: Literal["exact", "jumps", "rewinds"] = "exact"
+    # ordered: copies are after the first load and before the second (x86-64, load_word() in C)
+    # acquire: copies are after the first load, the second may come before them
+    # plain: copies of the next record may also come before the first load
+    loads: Literal["ordered", "acquire", "plain"] = "ordered"
 
     @property
     def width(self) -> int:
@@ -65,7 +72,12 @@ class Protocol:
         return WORDS + seq % self.slots * self.width + word
 
 
-Store = tuple[int, int]  # address, value
+class Store(NamedTuple):
+    """A store that is not visible yet."""
+
+    address: int
+    value: int
+    is_release: bool = False
 
 
 class Block(NamedTuple):
@@ -83,6 +95,8 @@ class Poll(NamedTuple):
     copied: tuple[int | None, ...]
     accounted: int  # delivered + lost
     newest: int  # last record delivered
+    counted: int | None = None  # what the second load gave, if it came early
+    early: tuple[int | None, ...] = ()  # words of record `next` that were copied before the poll
 
 
 class State(NamedTuple):
@@ -171,10 +185,12 @@ def _all_moves(protocol: Protocol, state: State) -> Iterator[Move]:
 def _drains(protocol: Protocol, state: State, index: int, block: Block) -> Iterator[Move]:
     reachable = block.buffer[:1] if protocol.drain == "oldest" else block.buffer
     passed: set[int] = set()
-    for position, (address, value) in enumerate(reachable):
+    for position, (address, value, is_release) in enumerate(reachable):
         if address in passed:
             continue  # an older store to the same address goes first
         passed.add(address)
+        if is_release and position:
+            continue  # all older stores go first
         rest = block.buffer[:position] + block.buffer[position + 1 :]
         memory = _put(state.memory, address, value)
         after = _with_block(state, index, block._replace(buffer=rest))
@@ -209,15 +225,16 @@ def _stores(protocol: Protocol, state: State, index: int, op: Op) -> tuple[Store
         words = range(first, first + protocol.words)
         written = state.record * protocol.ahead - seq  # the value is the record's true number
         return tuple(
-            (protocol.address(at, word), at + written)
+            Store(protocol.address(at, word), at + written)
             for at in range(seq, seq + protocol.ahead)
             for word in words
         )
     if op == "store_intent":
-        return ((INTENT, seq + 1),)
-    if op == "store_head":
-        return ((HEAD, seq + protocol.ahead),)
-    return ((TICKET, 0),) if op == "reset_ticket" else ()
+        return (Store(INTENT, seq + 1),)
+    if op in ("store_head", "store_head_release"):
+        is_release = op == "store_head_release"
+        return (Store(HEAD, seq + protocol.ahead, is_release),)
+    return (Store(TICKET, 0),) if op == "reset_ticket" else ()
 
 
 def _stopped(protocol: Protocol, block: Block) -> Block:
@@ -235,22 +252,43 @@ def _next_record(protocol: Protocol, state: State) -> Iterator[Move]:
 def _reads(protocol: Protocol, state: State) -> Iterator[Move]:
     poll = state.poll
     if not poll.copied:
+        yield from _early_copies(protocol, state)
         if state.memory[HEAD] > poll.next:
             yield "reader polls", state._replace(poll=_begun(protocol, state))
-    elif None in poll.copied:
-        for word, copied in enumerate(poll.copied):
-            if copied is None:
-                address = protocol.address(
-                    poll.next + word // protocol.width, word % protocol.width
-                )
-                words = _put(poll.copied, word, state.memory[address])
-                yield f"reader copies {word}", state._replace(poll=poll._replace(copied=words))
-    else:
+        return
+    if protocol.loads != "ordered" and poll.counted is None:
+        counted = state.memory[protocol.counter]
+        yield "reader loads the counter", state._replace(poll=poll._replace(counted=counted))
+    if None in poll.copied:
+        for word, value in _copies(protocol, state, poll.copied):
+            words = _put(poll.copied, word, value)
+            yield f"reader copies {word}", state._replace(poll=poll._replace(copied=words))
+    elif protocol.loads == "ordered" or poll.counted is not None:
         after = _finished(protocol, state)
         yield (
             "reader checks",
             after if isinstance(after, Wrong) else state._replace(poll=after),
         )
+
+
+def _copies(
+    protocol: Protocol, state: State, copied: tuple[int | None, ...]
+) -> Iterator[tuple[int, int]]:
+    """Each word that is not copied yet, and what it is now."""
+    for word, value in enumerate(copied):
+        if value is None:
+            seq = state.poll.next + word // protocol.width
+            yield word, state.memory[protocol.address(seq, word % protocol.width)]
+
+
+def _early_copies(protocol: Protocol, state: State) -> Iterator[Move]:
+    """What a CPU may load before the head: it guesses that the next record is there."""
+    if protocol.loads != "plain":
+        return
+    early = state.poll.early or (None,) * protocol.width
+    for word, value in _copies(protocol, state, early):
+        poll = state.poll._replace(early=_put(early, word, value))
+        yield f"reader copies {word} early", state._replace(poll=poll)
 
 
 def _begun(protocol: Protocol, state: State) -> Poll:
@@ -259,16 +297,19 @@ def _begun(protocol: Protocol, state: State) -> Poll:
     first = max(poll.next, head - 1 if protocol.reader == "jumps" else oldest)
     lost = 0 if protocol.reader == "jumps" else first - poll.next
     num_words = (min(head, first + protocol.batch) - first) * protocol.width
-    return poll._replace(next=first, copied=(None,) * num_words, accounted=poll.accounted + lost)
+    early = poll.early if first == poll.next else ()
+    copied = early + (None,) * (num_words - len(early))
+    return poll._replace(next=first, copied=copied, accounted=poll.accounted + lost, early=())
 
 
 def _finished(protocol: Protocol, state: State) -> Poll | Wrong:
     poll, width = state.poll, protocol.width
     num_records = len(poll.copied) // width
     newest = poll.newest
+    counter = state.memory[protocol.counter] if poll.counted is None else poll.counted
     for index in range(num_records):
         seq = poll.next + index
-        if protocol.reach is not None and state.memory[protocol.counter] - seq >= protocol.reach:
+        if protocol.reach is not None and counter - seq >= protocol.reach:
             continue  # lost, and accounted for below
         if any(word != seq for word in poll.copied[index * width : (index + 1) * width]):
             return Wrong("torn")

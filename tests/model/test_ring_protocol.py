@@ -37,6 +37,8 @@ HOST = Protocol(
     is_kernel=False,
     reach=2,
 )
+# What writer.py does on ARM: store_word() in local/shared_words.h is a release store and a fence.
+ARM = replace(HOST, program=("take_seq", "store_words", "store_head_release", "fence"), drain="any")
 
 # What engine/publish/publish_kernel.py does: several records in one launch, published by one store.
 COMMIT = replace(DEVICE_BY_VALUE, slots=4, records=3, ahead=2, reach=3)
@@ -56,6 +58,9 @@ HOLDING = {
     "host 2x1x6": resized(HOST, 2, 1, 6),
     "host 3x1x6": resized(HOST, 3, 1, 6),
     "host 4x1x6": resized(HOST, 4, 1, 6),
+    "ARM 2x1x6": resized(ARM, 2, 1, 6),
+    "ARM 3x1x6": resized(ARM, 3, 1, 6),
+    "ARM 4x1x6": resized(ARM, 4, 1, 6),
 }
 
 KNOWN_BAD: dict[str, tuple[Protocol, Forbidden]] = {
@@ -89,6 +94,21 @@ KNOWN_BAD: dict[str, tuple[Protocol, Forbidden]] = {
         "count",
     ),
     "host writer on a CPU without total store order": (replace(HOST, drain="any"), "torn"),
+    "ARM, a release store without a fence after it": (
+        replace(ARM, program=("take_seq", "store_words", "store_head_release")),
+        "torn",
+    ),
+    "ARM, a plain store with a fence after it": (
+        replace(ARM, program=("take_seq", "store_words", "store_head", "fence")),
+        "torn",
+    ),
+    "ARM, acquire loads without a fence before the second": (replace(ARM, loads="acquire"), "torn"),
+    "ARM, plain loads": (replace(ARM, loads="plain"), "torn"),
+    # With more slots than records nothing is overwritten, so what is torn was never written.
+    "ARM, plain loads of a ring that is not full": (
+        replace(ARM, loads="plain", slots=5, reach=5),
+        "torn",
+    ),
     "host writer that publishes the head first": (
         replace(HOST, program=("take_seq", "store_head", "store_words")),
         "torn",

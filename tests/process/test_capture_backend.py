@@ -59,14 +59,13 @@ def hear(delivery: Any) -> None:
     HEARD.append(replace(delivery))
 
 
-def test_consumers_run_in_the_engine_on_machines_with_unordered_stores(
+def test_rows_reach_a_process_of_their_own_on_arm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    made = open_backend(CaptureSettings.parse({"folder": str(tmp_path / "s")}), ABOUT)
-    assert not made.is_remote
-    made.close()
-    with pytest.raises(ConfigError, match="on aarch64"):
-        open_backend(
-            CaptureSettings.parse({"folder": str(tmp_path / "s"), "process": "own"}), ABOUT
-        )
+    consumers = {"fs": {"folder": str(tmp_path / "s")}}
+    with remote_rig({"consumers": consumers, "process": "own"}) as made:
+        assert made.backend.is_remote
+        made.enter("a", 1, capture_plan(to=("fs",)))
+        made.step(("a", 0, 3))
+        assert made.ended("api-a", "kept").rows == 3

@@ -7,9 +7,8 @@ Runs in: the worker.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from clairai.capture.capture_settings import CaptureSettings, ConsumerSpec
 from clairai.capture.collector import Collector
@@ -34,10 +33,6 @@ from clairai.capture.staging_arena import StagingArena
 from clairai.capture.staging_reader import Wait
 from clairai.engine.capture.capture_plan import AnswerId, CapturePlan
 from clairai.errors import ConfigError, quote
-
-# Two processes share plain words of memory, and Python can only do plain stores: on x86 they become
-# visible in program order.
-ORDERED_MACHINES: Final = ("x86_64", "AMD64")
 
 
 class CaptureBackend(Protocol):
@@ -112,15 +107,13 @@ def open_backend(settings: CaptureSettings, engine: EngineInfo) -> CaptureBacken
 def _is_own_process(settings: CaptureSettings) -> bool:
     if settings.process == "engine":
         return False
-    kind, machine = find_in_engine_kind(settings.consumers), platform.machine()
-    if not kind and machine in ORDERED_MACHINES:
-        return True
-    if settings.process == "own":
-        why = f"consumer {kind} runs" if kind else f"on {machine} consumers run"
+    kind = find_in_engine_kind(settings.consumers)
+    if kind and settings.process == "own":
         raise ConfigError(
-            f'capture.process is "own", but {why} in the engine\'s own process; leave it out'
+            f'capture.process is "own", but consumer {kind} runs in the engine\'s own process; '
+            "leave it out"
         )
-    return False
+    return not kind
 
 
 def _open_remote(

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from clairai.errors import ConfigError, RingError
 from clairai.local.own_clock import OwnClock
 from clairai.local.shared_buffer import SIZE_SEALS, create_memfd
+from clairai.local.shared_words import open_words
 
 ALIGNMENT: Final = 256
 HEADER_NBYTES: Final = 4096
@@ -49,7 +50,7 @@ class StagingArena:
         self.nbytes = len(mapping) - HEADER_NBYTES
         self.whole: NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
         self.memory = self.whole[HEADER_NBYTES:]
-        self._words = memoryview(mapping).cast("Q")
+        self._words = open_words(mapping)
         self._allocated = self._floor = 0  # bytes, counted from the start
         self._stuck_at = -1  # bytes freed when waiting for more was given up
 
@@ -68,8 +69,9 @@ class StagingArena:
                     f"no {nbytes} bytes for rows on their way: {error.strerror}; lower "
                     "capture.staging_mib"
                 ) from error
+            arena = cls(mapping, fd)
             undo.pop_all()
-        return cls(mapping, fd)
+        return arena
 
     @classmethod
     def attach(cls, fd: int) -> StagingArena:
@@ -94,7 +96,7 @@ class StagingArena:
     @property
     def _freed(self) -> int:
         # Pairs with free(): the bytes before the number that is read here have been read.
-        return max(int(self._words[FREED_WORD]), self._floor)
+        return max(self._words[FREED_WORD], self._floor)
 
     @property
     def allocated(self) -> int:
@@ -135,7 +137,7 @@ class StagingArena:
 
     def free(self, end: int) -> None:
         """Free everything up to the end of a region. Only the capture writer calls this."""
-        # Pairs with _freed. On x86 a store becomes visible after the loads in front of it.
+        # Pairs with _freed: all loads of the rows come before this store.
         self._words[FREED_WORD] = end
 
     def discard_all(self) -> None:
@@ -144,13 +146,13 @@ class StagingArena:
 
     def mark_copied(self, number: int) -> None:
         """The rows of all messages up to this number are there; for an engine without a GPU."""
-        # Pairs with is_copied(). On x86 stores become visible in program order.
+        # Pairs with is_copied(): all stores of the rows come before this one.
         self._words[COPIED_WORD] = number
 
     def is_copied(self, number: int) -> bool:
         # Pairs with mark_copied(), and with the barrier before the same write of a GPU.
-        return int(self._words[COPIED_WORD]) >= number
+        return self._words[COPIED_WORD] >= number
 
     @property
     def last_copied(self) -> int:
-        return int(self._words[COPIED_WORD])
+        return self._words[COPIED_WORD]

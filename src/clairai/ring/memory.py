@@ -10,13 +10,13 @@ import ctypes
 import fcntl
 import mmap
 import os
-import platform
 import warnings
 from typing import Final, Protocol, Self
 
 from clairai.errors import HandshakeError, RingError
 from clairai.local.gpu_memory import DeviceBlock, Gpu
 from clairai.local.shared_buffer import SIZE_SEALS, create_memfd, require_memfd
+from clairai.local.shared_words import open_words
 from clairai.ring.layout import WORD_BYTES
 
 F_SEAL_FUTURE_WRITE: Final = 0x10  # linux/fcntl.h; Python's fcntl does not name it yet
@@ -31,10 +31,10 @@ class RingMemory(Protocol):
     def nbytes(self) -> int: ...
 
     def load(self, offset: int) -> int:
-        """Read one aligned u64, whole."""
+        """Read one aligned u64, whole: after all earlier copies, and before all later ones."""
 
     def copy(self, offset: int, nbytes: int) -> bytes:
-        """Return a private copy; every load has completed on return."""
+        """Return a private copy."""
 
     def close(self) -> None: ...
 
@@ -52,8 +52,8 @@ class HostMemory:
     address: Final = 0
 
     def __init__(self, mapping: mmap.mmap, fd: int | None) -> None:
+        self._words = open_words(mapping)
         self._mapping: mmap.mmap | None = mapping
-        self._words = memoryview(mapping).cast("Q")
         self._fd = fd
 
     @classmethod
@@ -69,14 +69,14 @@ class HostMemory:
                 raise RingError(
                     f"no {nbytes} bytes for the ring: {error.strerror}; lower its size"
                 ) from error
+            memory = cls(mapping, fd)
             undo.pop_all()
-        return cls(mapping, fd)
+        return memory
 
     @classmethod
     def attach(cls, fd: int, nbytes: int) -> HostMemory:
         """Map a received descriptor read-only, and close it even if it is refused."""
         try:
-            require_total_store_order()
             require_memfd(fd, nbytes, seals=SEALS, error=HandshakeError)
             mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
         except (OSError, ValueError) as error:
@@ -109,6 +109,7 @@ class HostMemory:
     def load(self, offset: int) -> int:
         self._open_mapping()
         # CPython moves an aligned native word with one instruction; tests/process checks that.
+        # Pairs with _advance_head() in writer.py and the head's store in publish_kernel.py.
         return self._words[offset // WORD_BYTES]
 
     def copy(self, offset: int, nbytes: int) -> bytes:
@@ -139,15 +140,6 @@ class HostMemory:
         if getattr(self, "_mapping", None) is not None:
             warnings.warn(f"{self!r} was dropped open", ResourceWarning, stacklevel=2)
             self.close()
-
-
-def require_total_store_order() -> None:
-    """Refuse a CPU on which plain stores from Python may be seen out of order."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        raise RingError(
-            f"CPU is {platform.machine()}, the host ring needs x86-64: elsewhere a reader may see "
-            "the head move before the record, as Python has no release store; use an x86-64 host"
-        )
 
 
 class DeviceMemory(DeviceBlock):

@@ -76,7 +76,7 @@ class RingCursor:
         self._lose_until(self._oldest(head))
         begin, end = self._next, min(head, self._next + max(limit, 1))
         slots = self._copy_slots(begin, end)
-        # Pairs with _advance_head() too: the copies above have completed, so if any of them saw a
+        # Pairs with _advance_head() too: it comes after the copies above, so if any of them saw a
         # byte of record seq + N, this load sees the head that was published before it: at least
         # seq + N + 1 - ahead.
         self._lose_until(min(self._oldest(self._load_head()), end))

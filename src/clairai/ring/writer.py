@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clairai.errors import RingError
+from clairai.local.shared_words import open_words
 from clairai.ring.layout import (
     CONTINUED,
     HEAD_OFFSET,
@@ -25,7 +26,7 @@ from clairai.ring.layout import (
     RingShape,
     epoch_low,
 )
-from clairai.ring.memory import HostMemory, require_total_store_order
+from clairai.ring.memory import HostMemory
 from clairai.wire.ring_messages import ROW
 
 _HEAD_WORD: Final = HEAD_OFFSET // WORD_BYTES
@@ -50,7 +51,6 @@ class RingWriter:
     """The only writer of a ring; not for two threads at once."""
 
     def __init__(self, memory: HostMemory, shape: RingShape, epoch: int) -> None:
-        require_total_store_order()
         if memory.nbytes != shape.nbytes:
             raise RingError(
                 f"memory has {memory.nbytes} bytes, shape needs {shape.nbytes}; create it that size"
@@ -59,7 +59,7 @@ class RingWriter:
         self._epoch_low = epoch_low(epoch)
         self._head = 0
         self._bytes = memory.buffer
-        self._words = self._bytes.cast("Q")
+        self._words = open_words(self._bytes)
         header = RingHeader(epoch, shape).pack()
         self._bytes[: len(header)] = header
 
@@ -113,9 +113,10 @@ class RingWriter:
         self._words[(slot + self._shape.slot_bytes - TRAILER_BYTES) // WORD_BYTES] = seq
 
     def _advance_head(self) -> None:
-        # One aligned 8-byte store, and x86-64 makes stores visible in program order. It pairs with
-        # both loads of head in RingCursor.poll() (reader.py): a reader that sees this head sees all
-        # of the slot (first load); one that saw a byte of the next record sees this head (second).
+        # One aligned 8-byte store, after those of this slot and before those of the next. It pairs
+        # with both loads of head in RingCursor.poll() (reader.py): a reader that sees this head
+        # sees all of the slot (first load); one that saw a byte of the next record sees this head
+        # (second).
         self._head += 1
         self._words[_HEAD_WORD] = self._head
 

@@ -9,6 +9,8 @@ import mmap
 import os
 from typing import Final, Self
 
+from clairai.local.shared_words import open_words
+
 _BYTES: Final = 8  # one aligned word, which is read and written whole
 
 
@@ -19,7 +21,7 @@ class ReadPosition:
         """Takes over the descriptor."""
         self.fd = fd
         self._memory = mmap.mmap(fd, _BYTES)
-        self._words = memoryview(self._memory).cast("q")
+        self._words = open_words(self._memory)
 
     @classmethod
     def create(cls) -> Self:
@@ -29,12 +31,13 @@ class ReadPosition:
 
     @property
     def num_read(self) -> int:
+        # Before the worker overwrites records. Pairs with the setter.
         return self._words[0]
 
     @num_read.setter
     def num_read(self, num_read: int) -> None:
-        # x86-64 makes loads and stores visible in program order: the records have been copied.
-        # Pairs with the load in RingRoom.find_limit(), before the worker overwrites them.
+        # After the records have been copied. Pairs with the load in RingRoom.find_limit(), before
+        # the worker overwrites them.
         self._words[0] = num_read
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import numpy as np
@@ -201,11 +202,36 @@ def test_memory_of_another_size_than_the_shape_is_refused() -> None:
         RingWriter(memory, SMALL, EPOCH)
 
 
-def test_a_cpu_without_ordered_stores_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_of_unknown_order_is_refused_by_writer_and_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with HostMemory.create(SMALL.nbytes) as memory:
-        monkeypatch.setattr("platform.machine", lambda: "aarch64")
-        with pytest.raises(RingError, match="release store"):
-            RingWriter(memory, SMALL, EPOCH)
+        fd = os.dup(memory.fd)
+        monkeypatch.setattr("platform.machine", lambda: "riscv64")
+        for refused in (
+            lambda: HostMemory.create(SMALL.nbytes),
+            lambda: HostMemory.attach(fd, SMALL.nbytes),
+            lambda: RingWriter(memory, SMALL, EPOCH),
+        ):
+            with pytest.raises(RingError, match="CPU is riscv64, the ring needs x86-64 or"):
+                refused()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)  # a descriptor that came is closed even so
+
+
+def test_records_pass_on_arm_in_order_by_functions_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    rows, scores_RC = step_of(3, 2)
+    with HostMemory.create(SMALL.nbytes) as memory:
+        writer = RingWriter(memory, SMALL, EPOCH)
+        with HostMemory.attach(os.dup(memory.fd), SMALL.nbytes) as attached:
+            ring = RingCursor(attached)
+            for step in range(1, 2 * SMALL.slots):
+                writer.publish(rows, scores_RC, bank_version=7, step=step)
+                (record,) = ring.poll()
+                assert record.step == step
+                assert record.rows.tobytes() == rows.tobytes()
+                np.testing.assert_array_equal(record.scores_RC, scores_RC)
 
 
 def test_memory_dropped_open_warns_and_closed_memory_says_so() -> None:

@@ -18,11 +18,14 @@ from clairai.engine.publish.header_layout import NUM_HEADERS, HeaderHead, StepCo
 from clairai.engine.publish.ring_room import NO_LIMIT, FindLimit
 from clairai.engine.publish.step_rows import BatchRequests, StepRows
 from clairai.errors import EngineGoneError
+from clairai.local.shared_words import open_words
 from clairai.ring.layout import CONTINUED, HAS_DRAFTS, RingShape
 
 GPU_TIMEOUT_S: Final = 60.0
 MAX_PROGRAMS: Final = 32  # for one record
 NO_SHAPE: Final = 0
+_NUMBER: Final = layout.HEADER_FIELDS.index("number")
+_DONE: Final = layout.HEADER_FIELDS.index("done")
 Grids = tuple[tuple[int, int], ...]  # of each launch: records, programs for each
 
 
@@ -63,6 +66,7 @@ class StepHeader:
         self.memory, self.address = memory, memory.data_ptr()
         self.head = HeaderHead.from_address(self.address)
         words = memory.numpy()
+        self._words = open_words(words.data)
         events_at, tokens_at = layout.events_at(max_requests), layout.tokens_at(max_requests)
         requests = words[len(layout.HEADER_FIELDS) : events_at]
         self._requests_FR = requests.reshape(len(layout.REQUEST_FIELDS), max_requests)
@@ -74,16 +78,19 @@ class StepHeader:
 
     @property
     def is_published(self) -> bool:
-        # Pairs with the last store of _publish_records() in publish_kernel.py.
-        head = self.head
-        return bool(head.done == head.number)
+        # Before the host writes to the header. Pairs with the last store of _publish_records() in
+        # publish_kernel.py.
+        return bool(self._words[_DONE] == self.head.number)
 
     def write(self, shape: StepShape, first_seq: int, step: int, number: int) -> None:
         head = self.head
         if shape.number != head.shape:
             self._write_shape(shape)
         head.first_seq, head.step = first_seq, step
-        head.stamp_ns, head.number = time.monotonic_ns(), number
+        head.stamp_ns = time.monotonic_ns()
+        # After all of the header. Pairs with the first load of publish_in_graph() in
+        # publish_kernel.py, which the launch that follows orders as well.
+        self._words[_NUMBER] = number
 
     def _write_shape(self, shape: StepShape) -> None:
         head, rows = self.head, shape.rows

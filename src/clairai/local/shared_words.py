@@ -1,0 +1,77 @@
+"""Words in memory that another process or a GPU sees too, in an order that both can rely on.
+
+Who sees a word that was stored here sees all that was stored before it; what is read after a word
+was loaded is at least as new as the word; and the other way round: a word is visible before what is
+stored after it, and is as new as what was read before it. x86-64 keeps that order for every load
+and store, so there the words are Python's own. ARM does not: shared_words.c does it there, and
+without a C compiler the memory is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import platform
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from clairai.errors import RingError
+from clairai.local.c_extension import NoCompilerError, load_extension
+
+SOURCE: Final = Path(__file__).with_name("shared_words.c")
+ORDERED_MACHINES: Final = ("x86_64", "AMD64")
+ARM: Final = "aarch64"
+
+
+class SharedWords(Protocol):
+    """Numbers of 64 bits without a sign, by their index; each is read and written whole."""
+
+    def __getitem__(self, index: int, /) -> int: ...
+
+    def __setitem__(self, index: int, value: int, /) -> None: ...
+
+    def release(self) -> None:
+        """Let go of the memory, which can then be unmapped."""
+
+
+def open_words(memory: mmap.mmap | memoryview) -> SharedWords:
+    """The aligned words of some memory; RingError on a machine that cannot keep their order."""
+    words, machine = memoryview(memory).cast("B").cast("Q"), platform.machine()
+    if machine in ORDERED_MACHINES:
+        return words
+    if machine != ARM:
+        raise RingError(
+            f"CPU is {machine}, the ring needs x86-64 or 64-bit ARM: the order of its loads and "
+            "stores was checked for no other; use one of those"
+        )
+    return _WordsInC(words, load_functions())
+
+
+@functools.cache
+def load_functions() -> Any:
+    """The functions of shared_words.c; RingError without a C compiler."""
+    try:
+        return load_extension(SOURCE)
+    except NoCompilerError as error:
+        raise RingError(
+            f"CPU is {platform.machine()}, where a reader may see the head move before the record "
+            f"unless C orders the two, and {SOURCE.name} cannot be used: {error}; install a C "
+            "compiler and Python's headers, for the engine and for its readers"
+        ) from error
+
+
+class _WordsInC:
+    """The same words by the functions of shared_words.c."""
+
+    def __init__(self, words: memoryview, functions: Any) -> None:
+        self._words, self._functions = words, functions
+
+    def __getitem__(self, index: int, /) -> int:
+        value: int = self._functions.load(self._words, index)
+        return value
+
+    def __setitem__(self, index: int, value: int, /) -> None:
+        self._functions.store(self._words, index, value)
+
+    def release(self) -> None:
+        self._words.release()
