@@ -1,4 +1,4 @@
-"""Refuses engines that clairai does not serve: untested versions of vLLM, and some of its modes.
+"""Refuses engines that clairai does not serve: other versions, devices and modes of vLLM.
 
 Runs in: the worker, and `clairai doctor`.
 """
@@ -47,6 +47,36 @@ def check_version(version: str, *, allow_untested: bool) -> None:
         f'or set "allow_untested_vllm": true in the clairai config to try (taps are still proven '
         f"at start)"
     )
+
+
+# What clairai would get wrong there; its kernels and its memory are CUDA's.
+REFUSED_ROCM: Final = (
+    "AMD GPUs (ROCm): the GPU publishes rows by a store of NVIDIA's instruction set, in memory "
+    "that the CUDA driver maps"
+)
+
+
+def find_refused_device() -> str:
+    """Why clairai does not serve the device of this vLLM; empty if it does.
+
+    vllm/platforms/interface.py, 0.26.0 and 0.32.0. A machine without a device that vLLM knows is
+    "unspecified": there a model can be looked at, and nothing runs.
+    """
+    from vllm.platforms import current_platform as found
+
+    if found.is_cuda() or found.is_cpu() or found.is_unspecified():
+        return ""
+    if found.is_rocm():
+        return REFUSED_ROCM
+    return f"{found.device_name}: no row of such a device was ever held against another's"
+
+
+def check_device() -> None:
+    if reason := find_refused_device():
+        raise UnsupportedError(
+            f"clairai does not serve {reason}; run vLLM on an NVIDIA GPU or on a CPU, or remove "
+            "the clairai key from additional_config"
+        )
 
 
 def _read_path(config: Any, path: str) -> Any:

@@ -16,7 +16,12 @@ from typing import Any, Final
 
 import msgspec
 
-from clairai.compat.check_engine import check_version, list_refused_modes, vllm_version
+from clairai.compat.check_engine import (
+    check_version,
+    find_refused_device,
+    list_refused_modes,
+    vllm_version,
+)
 from clairai.compat.model_sites import find_sites
 from clairai.errors import UnsupportedError, printable
 from clairai.points import Point
@@ -78,6 +83,8 @@ def _inspect(model: str, config: Any, version: str) -> DoctorReport:
         f"width {sites.width}, vLLM {version}"
     )
     problems = list_refused_modes(config)
+    if refused_device := find_refused_device():
+        problems.append(refused_device)
     if not sites.site_of:
         problems.append("no point of this architecture can be tapped")
     points = sorted([*sites.site_of, *sites.refused])

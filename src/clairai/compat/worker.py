@@ -69,6 +69,7 @@ def prepare(worker: Any) -> None:
     config = worker.vllm_config
     allow_untested = get_settings(config).allow_untested_vllm
     check_engine.check_version(check_engine.vllm_version(), allow_untested=allow_untested)
+    check_engine.check_device()
     check_engine.check_modes(config)
     check_engine.check_speculation(config, get_settings(config))
     if accepts_weights(config):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from clairai.compat import check_engine, engine_core
+from clairai.compat import check_engine, engine_core, worker
 from clairai.compat.check_engine import (
     REFUSED_MODES,
     check_core_settings,
+    check_device,
     check_modes,
     check_version,
+    find_refused_device,
     list_refused_modes,
 )
 from clairai.errors import UnsupportedError
@@ -234,6 +237,49 @@ def test_on_a_gpu_speculation_goes_with_neither_steering_nor_captures(asked: Any
     with pytest.raises(UnsupportedError, match="do not go with speculative decoding on a GPU"):
         check_engine.check_speculation(speculating, settings)
     check_engine.check_speculation(SimpleNamespace(), settings)
+
+
+class FoundDevice:
+    """vLLM's current_platform, of one kind."""
+
+    def __init__(self, kind: str, device_name: str) -> None:
+        self._kind, self.device_name = kind, device_name
+
+    def __getattr__(self, name: str) -> Callable[[], bool]:
+        return lambda: name == f"is_{self._kind}"
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu", "unspecified"])
+def test_a_device_that_rows_were_checked_on_is_served(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.platforms.current_platform", FoundDevice(kind, kind))
+    assert find_refused_device() == ""
+    check_device()
+
+
+@pytest.mark.parametrize(
+    ("kind", "device_name", "reason"),
+    [
+        ("rocm", "rocm", r"AMD GPUs \(ROCm\): the GPU publishes rows by a store of NVIDIA's"),
+        ("xpu", "xpu", "xpu: no row of such a device"),
+        ("out_of_tree", "npu", "npu: no row of such a device"),
+    ],
+)
+def test_any_other_device_is_refused_by_name_with_the_reason_and_the_way_out(
+    kind: str, device_name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.platforms.current_platform", FoundDevice(kind, device_name))
+    with pytest.raises(UnsupportedError, match=f"does not serve {reason}.*; run vLLM on an NVIDIA"):
+        check_device()
+
+
+def test_a_worker_on_an_amd_gpu_is_refused_at_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.platforms.current_platform", FoundDevice("rocm", "rocm"))
+    monkeypatch.setattr(check_engine, "vllm_version", lambda: "0.32.0")
+    with_key = SimpleNamespace(additional_config={"clairai": {"points": ["post_block.1"]}})
+    with pytest.raises(UnsupportedError, match="ROCm"):
+        worker.prepare(SimpleNamespace(vllm_config=with_key))
 
 
 @pytest.mark.attack(121)
