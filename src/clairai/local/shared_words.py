@@ -44,20 +44,23 @@ def open_words(memory: mmap.mmap | memoryview) -> SharedWords:
             f"CPU is {machine}, the ring needs x86-64 or 64-bit ARM: the order of its loads and "
             "stores was checked for no other; use one of those"
         )
-    return _WordsInC(words, load_functions())
+    functions = load_functions()
+    if isinstance(functions, NoCompilerError):
+        raise RingError(
+            f"CPU is {machine}, where a reader may see the head move before the record unless C "
+            f"orders the two, and {SOURCE.name} cannot be used: {functions}; install a C compiler "
+            "and Python's headers, for the engine and for its readers"
+        )
+    return _WordsInC(words, functions)
 
 
 @functools.cache
 def load_functions() -> Any:
-    """The functions of shared_words.c; RingError without a C compiler."""
+    """The functions of shared_words.c, or the error: readers look again, and build it once."""
     try:
         return load_extension(SOURCE)
     except NoCompilerError as error:
-        raise RingError(
-            f"CPU is {platform.machine()}, where a reader may see the head move before the record "
-            f"unless C orders the two, and {SOURCE.name} cannot be used: {error}; install a C "
-            "compiler and Python's headers, for the engine and for its readers"
-        ) from error
+        return error
 
 
 class _WordsInC:

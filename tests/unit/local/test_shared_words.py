@@ -95,6 +95,20 @@ def test_arm_without_a_compiler_is_refused_with_the_way_out() -> None:
         open_words(memoryview(bytearray(8)))
 
 
+@pytest.mark.usefixtures("on_arm", "no_compiler")
+def test_a_reader_that_looks_again_does_not_compile_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, broken = tmp_path / "calls", tmp_path / "broken"
+    broken.write_text(f"#!/bin/sh\necho called >> {calls}\nexit 1\n")
+    broken.chmod(0o700)
+    monkeypatch.setenv("CC", str(broken))
+    for _ in range(3):
+        with pytest.raises(RingError, match="broken failed"):
+            open_words(memoryview(bytearray(8)))
+    assert calls.read_text() == "called\n"
+
+
 @pytest.mark.usefixtures("no_compiler")
 def test_x86_64_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
