@@ -1,10 +1,9 @@
 """Words in memory that another process or a GPU sees too, in an order that both can rely on.
 
-Who sees a word that was stored here sees all that was stored before it; what is read after a word
-was loaded is at least as new as the word; and the other way round: a word is visible before what is
-stored after it, and is as new as what was read before it. x86-64 keeps that order for every load
-and store, so there the words are Python's own. ARM does not: shared_words.c does it there, and
-without a C compiler the memory is refused.
+A word is stored after all that was read or stored before it, and before all that is stored after it.
+A word is loaded after all that was read before it, and before all that is read or stored after it.
+x86-64 keeps that order for every load and store, so there the words are Python's own. ARM does not:
+there shared_words.c keeps it, and without a C compiler the memory is refused.
 """
 
 from __future__ import annotations
