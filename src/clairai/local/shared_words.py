@@ -1,7 +1,7 @@
 """Words in memory that another process or a GPU sees too, in an order that both can rely on.
 
-A word is stored after all that was read or stored before it, and before all that is stored after it.
-A word is loaded after all that was read before it, and before all that is read or stored after it.
+A word is stored after all that was read or stored before it, and before all that is stored later.
+A word is loaded after all that was read before it, and before all that is read or stored later.
 x86-64 keeps that order for every load and store, so there the words are Python's own. ARM does not:
 there shared_words.c keeps it, and without a C compiler the memory is refused.
 """
