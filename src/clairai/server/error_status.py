@@ -38,6 +38,7 @@ STATUSES: Final[Mapping[type[ClairaiError], HTTPStatus]] = MappingProxyType(
         errors.WeightsTornError: HTTPStatus.INTERNAL_SERVER_ERROR,
         errors.RequestFailedError: HTTPStatus.INTERNAL_SERVER_ERROR,
         errors.TapMissingError: HTTPStatus.INTERNAL_SERVER_ERROR,
+        errors.RanksDisagreeError: HTTPStatus.INTERNAL_SERVER_ERROR,
         errors.CoresDifferError: HTTPStatus.INTERNAL_SERVER_ERROR,
         errors.RingError: HTTPStatus.INTERNAL_SERVER_ERROR,
         errors.HandshakeError: HTTPStatus.INTERNAL_SERVER_ERROR,

@@ -48,6 +48,7 @@ def test_the_state_and_the_tensors_are_described(served: Target) -> None:
         "digest": "",
         "epoch": served.llm.epoch,
         "device": "cpu",
+        "devices": ["cpu"],
         "num_tensors": len(SHAPES),
         "is_torn": False,
     }

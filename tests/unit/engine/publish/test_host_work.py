@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -104,8 +104,10 @@ def test_pitfall_13_a_batch_that_stays_costs_the_same_for_every_number_of_reques
 
 def test_pitfall_11_a_rank_without_a_ring_replies_too() -> None:
     """collective_rpc waits for every rank: one that raised would break the call for all."""
+    another = SimpleNamespace(vllm_config=SimpleNamespace(weight_transfer_config=None))
+    asked = msgspec.msgpack.encode(control_messages.ListProbes())
     reply = msgspec.msgpack.decode(
-        worker.handle_control(object(), b"anything"), type=control_messages.ControlReply
+        worker.handle_control(another, asked), type=control_messages.ControlReply
     )
     assert isinstance(reply, ring_messages.Refusal)
     assert "no taps" in reply.reason
