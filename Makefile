@@ -51,9 +51,9 @@ wide: setup ## more of what the test suite has: every architecture that is serve
 layouts: setup ## the tests of every layout, slow ones too, one after the other; writes the table of docs/layouts.md
 	@nice $(BIN)/python -m scripts.layouts
 
-integrations: ## the LangChain and Inspect adapters with the real libraries, in an environment of their own
+integrations: ## the LangChain and Inspect adapters with the real libraries, and a real router, in an environment of their own
 	@test -x .venv-integrations/bin/python || $(PYTHON) -m venv .venv-integrations
-	@.venv-integrations/bin/pip install -q -e '.[inspect,langchain,proxy]' 'hypothesis>=6.100' 'pytest>=9' 'pytest-timeout>=2.4'
+	@.venv-integrations/bin/pip install -q -e '.[inspect,langchain,proxy]' 'hypothesis>=6.100' 'pytest>=9' 'pytest-timeout>=2.4' 'vllm-router==0.1.16'
 	@.venv-integrations/bin/python -m pytest -q -W default tests/integrations tests/http/test_fetch_scores.py
 
 docs: setup ## build the documentation site, with search, in build/site

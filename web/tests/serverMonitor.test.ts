@@ -7,7 +7,7 @@ import { messageOf } from "../src/views/bar/Banner";
 import { statusOf } from "../src/views/bar/Status";
 import { probe } from "./wire";
 
-const READY: Health = { status: "ready", reason: null, since: null, model: "m", version: "1" };
+const READY: Health = { status: "ready", reason: null, since: null, model: "m", version: "1", replica: null };
 const READER = { delivered: 1, lost: 0, lag: 0, orphaned: 0, attached: true };
 
 function watched(answers: Record<string, unknown>, status = 200) {

@@ -143,6 +143,10 @@ Processes = Annotated[
         help="Processes that answer completions: 1, or as many as vLLM is to have API servers.",
     ),
 ]
+Replica = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Name of this server among several behind a router."),
+]
 Logs = Annotated[LogFormat, typer.Option("--log-format", help="Lines of text, or of JSON.")]
 
 
@@ -232,6 +236,7 @@ def serve(
     score_all: ScoreAll = False,
     keep_scores: KeepScores = 600.0,
     completion_processes: Processes = None,
+    replica: Replica = None,
 ) -> None:
     """Serve MODEL: vLLM with clairai's taps, proxy and dashboard on one port."""
     _require_proxy_packages()
@@ -246,6 +251,7 @@ def serve(
                 ScoreOptions(score_all, keep_scores),
             ),
             completion_processes=_choose_processes(completion_processes, vllm_arguments),
+            replica=replica,
         ),
         UserOutput.of(log_format.value),
         points=points or [],
@@ -283,6 +289,7 @@ def proxy(
     score_all: ScoreAll = False,
     keep_scores: KeepScores = 600.0,
     completion_processes: Processes = None,
+    replica: Replica = None,
 ) -> None:
     """Show a vLLM that runs elsewhere on this host: proxy and dashboard on one port."""
     _require_proxy_packages()
@@ -298,6 +305,7 @@ def proxy(
                 ScoreOptions(score_all, keep_scores),
             ),
             completion_processes=_choose_processes(completion_processes, None),
+            replica=replica,
         ),
         UserOutput.of(log_format.value),
         runtime=runtime_dir,

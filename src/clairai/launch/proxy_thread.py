@@ -54,6 +54,7 @@ class ProxyOptions:
     score_all: bool = False
     scores_kept_s: float = Timeouts.scores_kept
     completion_processes: int = 1
+    replica: str | None = None
 
     def settings(
         self,
@@ -75,6 +76,7 @@ class ProxyOptions:
             allowed_hosts=self.allowed_hosts,
             score_all=self.score_all,
             completion_processes=self.completion_processes,
+            replica=self.replica,
             timeouts=Timeouts(scores_kept=self.scores_kept_s, upstream_idle=upstream_idle_s),
         )
 
@@ -187,7 +189,7 @@ def run_proxy(
         if telemetry is not None:
             undo.callback(telemetry.close)
             observers.append(telemetry)
-        app = create_app(settings, observers=observers, metrics=Metrics())
+        app = create_app(settings, observers=observers, metrics=Metrics(replica=settings.replica))
         thread = undo.enter_context(ProxyThread(create_server(app, settings), listener))
         yield thread, app.state.proxy
 

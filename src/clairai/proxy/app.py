@@ -31,7 +31,7 @@ from clairai.proxy.processes.servers import CompletionServer, FirstProcess, Shar
 from clairai.proxy.processes.shared_counts import SharedCounts
 from clairai.proxy.proxy import Proxy
 from clairai.proxy.proxy_settings import ProxySettings
-from clairai.proxy.request_guard import SECURITY_HEADERS, RequestGuard, check_access
+from clairai.proxy.request_guard import REPLICA, SECURITY_HEADERS, RequestGuard, check_access
 from clairai.proxy.responses import ClientGone, HttpRefusal, error_response, while_connected
 from clairai.proxy.routes import ROUTES, Route, describe_route, openapi_document
 from clairai.proxy.upstream import UpstreamGone
@@ -44,7 +44,7 @@ _SENT_BY_PAGES: Final = (
     *("Range", "If-Range", "X-Clairai-Scores"),
 )
 _READ_BY_PAGES: Final = (
-    *("X-Clairai-Run", "X-Clairai-Lost", "X-Clairai-Unscored"),
+    *("X-Clairai-Run", "X-Clairai-Lost", "X-Clairai-Unscored", REPLICA),
     *("ETag", "Content-Range", "Accept-Ranges"),
 )
 

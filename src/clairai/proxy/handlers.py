@@ -229,7 +229,10 @@ async def health(call: HandlerCall) -> Response:
     model = call.proxy.health.model
     is_serving = found.status in ("ready", "degraded")
     return _json_response(
-        Health(found.status, found.reason, found.since, model, version("clairai")),
+        Health(
+            *(found.status, found.reason, found.since, model, version("clairai")),
+            call.proxy.settings.replica,
+        ),
         HTTPStatus.OK if is_serving else HTTPStatus.SERVICE_UNAVAILABLE,
     )
 

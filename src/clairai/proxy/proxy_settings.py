@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from clairai.vector.files import MAX_NBYTES as MAX_VECTOR_NBYTES
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 6969
 UNIX: Final = "unix:"
+_REPLICA: Final = re.compile("[A-Za-z0-9._-]{1,64}")
 MAX_PROCESSES: Final = 32  # each reads the ring, which has 64 readers at most
 PAGE: Final = Path(__file__).parent / "page"
 
@@ -120,6 +122,7 @@ class ProxySettings:
     score_all: bool = False  # score requests that do not ask for it, and keep their scores
     # Processes that answer completions beside the first one; 1: the first one does it itself.
     completion_processes: int = 1
+    replica: str | None = None  # name of this server among several behind a router
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -148,6 +151,11 @@ class ProxySettings:
             )
         for origin in self.allowed_origins:
             _check_origin(origin)
+        if self.replica is not None and not _REPLICA.fullmatch(self.replica):
+            raise ConfigError(
+                f"{quote(self.replica)} is no name of a replica; give 1 to 64 letters, digits, "
+                "dots, dashes and underscores"
+            )
 
     @cached_property
     def access_keys(self) -> tuple[AccessKey, ...]:

@@ -25,6 +25,7 @@ from clairai.proxy.routes import Route
 _LOOPBACK_NAMES: Final = frozenset(("localhost", "127.0.0.1", "::1"))
 _CONTROL: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+REPLICA: Final = "X-Clairai-Replica"
 OTHER: Final = "other"  # of a request for a path that no route has
 SECURITY_HEADERS: Final = (
     ("X-Content-Type-Options", "nosniff"),
@@ -32,6 +33,7 @@ SECURITY_HEADERS: Final = (
     ("X-Frame-Options", "DENY"),
     ("Cross-Origin-Resource-Policy", "same-origin"),
 )
+RawHeaders = tuple[tuple[bytes, bytes], ...]
 _DEFAULT_HEADERS: Final = tuple(
     (name.lower().encode(), value.encode())
     for name, value in (*SECURITY_HEADERS, ("Cache-Control", "no-store"))
@@ -77,6 +79,7 @@ class RequestGuard:
         self._on_answer = on_answer
         self._limits = settings.limits
         self._names = host_names(settings)
+        self._headers = (*_DEFAULT_HEADERS, *_replica_headers(settings.replica))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -92,7 +95,7 @@ class RequestGuard:
             has_begun = True
             self._on_answer(_route_name(scope), status)
 
-        sending = with_security_headers(send, on_start=note)
+        sending = with_headers(send, self._headers, on_start=note)
         try:
             headers = scope[IndexedHeaders.KEY] = IndexedHeaders(scope)
             self._check(headers)
@@ -126,20 +129,28 @@ def _route_name(scope: Scope) -> str:
     return f"{min(route.methods or {''})} {route.path}"
 
 
-def with_security_headers(send: Send, *, on_start: Callable[[int], None]) -> Send:
+def _replica_headers(replica: str | None) -> RawHeaders:
+    return () if replica is None else ((REPLICA.lower().encode(), replica.encode()),)
+
+
+def with_headers(send: Send, more: RawHeaders, *, on_start: Callable[[int], None]) -> Send:
+    """Adds the headers that a response has not got itself."""
+
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
             on_start(message["status"])
-            message["headers"] = _with_defaults(message.get("headers", ()))
+            message["headers"] = _with_missing(message.get("headers", ()), more)
         await send(message)
 
     return sending
 
 
-def _with_defaults(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+def _with_missing(
+    headers: Iterable[tuple[bytes, bytes]], more: RawHeaders
+) -> list[tuple[bytes, bytes]]:
     given = list(headers)
     names = {name.lower() for name, _ in given}
-    return [*given, *(pair for pair in _DEFAULT_HEADERS if pair[0] not in names)]
+    return [*given, *(pair for pair in more if pair[0] not in names)]
 
 
 def check_headers(headers: Headers, limits: Limits) -> None:

@@ -518,6 +518,7 @@ class Health(Answer):
     since: Annotated[float | None, Meta(description="in seconds since 1970, where it is known")]
     model: str | None
     version: str
+    replica: Annotated[str | None, Meta(description="what --replica says")]
 
 
 # The document

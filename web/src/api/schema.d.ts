@@ -1939,6 +1939,8 @@ export interface components {
             since: number | null;
             model: string | null;
             version: string;
+            /** @description what --replica says */
+            replica: string | null;
         };
         /**
          * Histogram

@@ -244,7 +244,8 @@ class Metrics:
     content_type: str = CONTENT_TYPE_LATEST
     reads_probes = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, replica: str | None = None) -> None:
+        self._replica = replica
         self._lock = threading.Lock()  # of what the feed's thread counts
         self._scores = ScoreHistograms()
         self._lag = TimeHistogram(_LAG_EDGES_S)
@@ -284,6 +285,7 @@ class Metrics:
         with self._lock:
             self._scores.count_pending()
             return _MetricsSnapshot(
+                self._replica,
                 counts,
                 times,
                 deepcopy(self._lag),
@@ -298,6 +300,7 @@ class Metrics:
 class _MetricsSnapshot(Collector):
     """All metrics, in the order in which they are shown."""
 
+    replica: str | None
     counts: ProxyCounts
     times: CompletionTimes
     lag: TimeHistogram
@@ -310,6 +313,9 @@ class _MetricsSnapshot(Collector):
         yield InfoMetricFamily(
             "clairai_build", "This proxy.", value={"version": version("clairai")}
         )
+        if self.replica is not None:
+            about = "The name of this server among several."
+            yield InfoMetricFamily("clairai_replica", about, value={"replica": self.replica})
         yield from _engine(self.counts)
         yield from self._bank()
         yield from _ring(self.counts.ring)

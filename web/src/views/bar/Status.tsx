@@ -41,6 +41,7 @@ function Facts({ connection, engine }: { connection: Connection; engine: EngineD
     <dl className="facts">
       {health?.reason != null && <Fact name="Reason" value={health.reason} />}
       {health && <Fact name="clairai" value={health.version} />}
+      {health?.replica != null && <Fact name="Replica" value={health.replica} />}
       {engine && (
         <>
           <Fact name="Model" value={engine.model} />
