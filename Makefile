@@ -22,7 +22,7 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint check test wide layouts integrations docs matrix models release-check faults fuzz soak bench clean
+.PHONY: help setup demo lint check test wide layouts integrations ray docs matrix models release-check faults fuzz soak bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +55,12 @@ integrations: ## the LangChain and Inspect adapters with the real libraries, and
 	@test -x .venv-integrations/bin/python || $(PYTHON) -m venv .venv-integrations
 	@.venv-integrations/bin/pip install -q -e '.[inspect,langchain,proxy]' 'hypothesis>=6.100' 'pytest>=9' 'pytest-timeout>=2.4' 'vllm-router==0.1.16'
 	@.venv-integrations/bin/python -m pytest -q -W default tests/integrations tests/http/test_fetch_scores.py
+
+ray: setup ## captures and scores on a Ray cluster, and into a bucket of moto's S3 server, in an environment on top of .venv
+	@test -x .venv-ray/bin/python || $(BIN)/python -m venv .venv-ray
+	@ls -d $(CURDIR)/.venv/lib/python3.*/site-packages > $$(.venv-ray/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
+	@.venv-ray/bin/pip install -q 'ray[data]==2.60.*' s3fs 'moto[server]>=5'
+	@PYTHONPATH=src:. .venv-ray/bin/python -m pytest -q -W default tests/engine/test_ray_capture.py tests/process/test_ray.py
 
 docs: setup ## build the documentation site, with search, in build/site
 	@$(BIN)/pip install -q -e '.[docs]'
@@ -92,4 +98,4 @@ bench: setup ## measure every published number again
 	@$(BIN)/python -m bench.page
 
 clean: ## remove what the targets above have made in this folder
-	@rm -rf .venv .matrix .venv-integrations .cache build .mypy_cache .ruff_cache .pytest_cache web/node_modules
+	@rm -rf .venv .matrix .venv-integrations .venv-ray .cache build .mypy_cache .ruff_cache .pytest_cache web/node_modules

@@ -201,6 +201,10 @@ class ModelError(ClairaiError):
     code = "model"
 
 
+def missing_extra(library: str, extra: str) -> ConfigError:
+    return ConfigError(f"this needs {library}; run `pip install 'clairai[{extra}]'`")
+
+
 def describe_os_error(error: OSError | ValueError) -> str:
     """Why a path could not be used, in the operating system's words where it has any."""
     return (error.strerror if isinstance(error, OSError) else None) or "the path is not usable"

@@ -66,6 +66,11 @@ class CrashDisk:
         inode = self.files[name]
         inode.data = inode.synced = inode.data[:nbytes]
 
+    def overwrite(self, name: str, offset: int, data: bytes) -> None:
+        self.tick("overwrite")
+        inode = self.files[name]
+        inode.data = inode.synced = inode.data[:offset] + data + inode.data[offset + len(data) :]
+
     def rename(self, old: str, new: str) -> None:
         self.tick("rename")
         inode = self.files[old]

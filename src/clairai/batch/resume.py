@@ -19,7 +19,7 @@ import msgspec
 from clairai.batch.prompts import Prompt
 from clairai.errors import ConfigError, StoreBusyError, StoreError, quote
 from clairai.store.disk import MANIFEST, claim_folder
-from clairai.store.read import StoredRequest
+from clairai.store.read import Store, StoredRequest
 from clairai.store.read import open as open_store
 from clairai.store.row_block import RequestNote
 
@@ -59,11 +59,17 @@ class RunIdentity:
 
 def find_unfinished(folder: Path, prompts: Sequence[Prompt], run: RunIdentity) -> list[Prompt]:
     """ConfigError if the folder has rows of a different run."""
-    if folder.is_dir():
-        _wait_for_writer(folder)
-    done = (
-        Counter(_finished_digests(folder, run)) if (folder / MANIFEST).exists() else Counter[str]()
-    )
+    wait_for_writer(folder)
+    if not (folder / MANIFEST).exists():
+        return list(prompts)
+    return leave_out_finished(open_store(folder), prompts, run, folder=str(folder))
+
+
+def leave_out_finished(
+    store: Store, prompts: Sequence[Prompt], run: RunIdentity, *, folder: str
+) -> list[Prompt]:
+    """ConfigError if the store has rows of a different run; `folder` is its name."""
+    done = Counter(_finished_digests(store, run, folder))
     found = []
     for prompt in prompts:
         if done[prompt.digest]:
@@ -73,11 +79,13 @@ def find_unfinished(folder: Path, prompts: Sequence[Prompt], run: RunIdentity) -
     return found
 
 
-def _wait_for_writer(folder: Path) -> None:
+def wait_for_writer(folder: Path) -> None:
     """Wait until nobody writes to the folder: a killed run's capture writer still commits.
 
     StoreBusyError if it takes too long.
     """
+    if not folder.is_dir():
+        return
     deadline_s = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:
@@ -89,12 +97,12 @@ def _wait_for_writer(folder: Path) -> None:
         time.sleep(POLL_S)
 
 
-def _finished_digests(folder: Path, run: RunIdentity) -> list[str]:
-    requests = open_store(folder).requests()
+def _finished_digests(store: Store, run: RunIdentity, folder: str) -> list[str]:
+    requests = store.requests()
     other = next((one for one in requests if not _is_of_run(one.tags, run)), None)
     if other is not None:
         raise ConfigError(
-            f"{quote(str(folder), 200)} has rows that this run would not make, such as "
+            f"{quote(folder, 200)} has rows that this run would not make, such as "
             f"{_describe(other)}; "
             "give another folder, or the model and options that it was begun with"
         )

@@ -20,7 +20,8 @@ from clairai.batch.resume import RunIdentity, find_unfinished
 from clairai.errors import ConfigError, RequestError, quote
 from clairai.fields.capture import parse_encoder
 from clairai.fields.positions import Positions, parse_positions, positions_to_json
-from clairai.points import expand
+from clairai.points import Point, expand
+from clairai.store.remote_disk import is_address
 from clairai.train.start_engine import model_name
 
 MAX_BATCH_PROMPTS: Final = 4096
@@ -34,7 +35,7 @@ class CaptureJob:
 
     model: str
     prompts: Path
-    folder: Path
+    folder: str  # a path from the root on, or an address
     points: tuple[str, ...]
     positions: Positions
     encoder: Mapping[str, Any]
@@ -47,7 +48,7 @@ class CaptureJob:
 class JobProgress:
     """Prompts and tokens of this run, answers counted at their full length.
 
-    `before` are prompts that an earlier run has done.
+    `before` are prompts that an earlier run has done. `total_tokens` is 0 where nobody knows.
     """
 
     done: int
@@ -61,7 +62,7 @@ def parse_job(
     model: str,
     *,
     prompts: Path,
-    folder: Path,
+    folder: str,
     points: Sequence[str],
     positions: str,
     encoder: str,
@@ -76,7 +77,7 @@ def parse_job(
     return CaptureJob(
         model,
         prompts,
-        folder.absolute(),
+        folder if is_address(folder) else str(Path(folder).absolute()),
         tuple(points),
         parsed_positions,
         parsed_encoder,
@@ -182,23 +183,22 @@ def _check_length(engine: BatchEngine, prompt: Prompt, max_tokens: int) -> int:
 
 def run_job(job: CaptureJob) -> Iterator[JobProgress]:
     """Progress before the first batch and after each commit."""
+    if is_address(job.folder):
+        raise ConfigError(
+            f"{quote(job.folder, 200)} is an address, and one engine captures into a folder; add "
+            "--ray, or give a folder and use `clairai capture send`"
+        )
     prompts = read_prompts(job.prompts)
-    points = expand(job.points, describe_model(job.model, job.arguments).num_layers)
-    identity = RunIdentity(
-        model_name(job.model),
-        tuple(map(str, points)),
-        json.dumps(positions_to_json(job.positions)),
-        json.dumps(dict(job.encoder), sort_keys=True),
-        job.max_tokens,
-    )
-    unfinished = find_unfinished(job.folder, prompts, identity)
+    points, identity = identify_run(job)
+    folder = Path(job.folder)
+    unfinished = find_unfinished(folder, prompts, identity)
     if not unfinished:
         yield JobProgress(0, 0, len(prompts), 0, 0)
         return
     for prompt in unfinished:
         identity.tags(prompt)  # refuses tags that are too long, before the engine starts
     capture = BatchCapture(points, job.positions, job.encoder, job.max_tokens, job.batch_mib)
-    with start_engine(job.model, job.folder, capture, job.arguments) as engine:
+    with start_engine(job.model, folder, capture, job.arguments) as engine:
         batches = plan_batches(engine, unfinished, job.max_tokens)
         for done, tokens in run_batches(engine, batches, identity):
             yield JobProgress(
@@ -208,6 +208,18 @@ def run_job(job: CaptureJob) -> Iterator[JobProgress]:
                 tokens,
                 sum(batch.num_tokens for batch in batches),
             )
+
+
+def identify_run(job: CaptureJob) -> tuple[tuple[Point, ...], RunIdentity]:
+    """The points, which depend on the model, and what determines the rows."""
+    points = expand(job.points, describe_model(job.model, job.arguments).num_layers)
+    return points, RunIdentity(
+        model_name(job.model),
+        tuple(map(str, points)),
+        json.dumps(positions_to_json(job.positions)),
+        json.dumps(dict(job.encoder), sort_keys=True),
+        job.max_tokens,
+    )
 
 
 def run_batches(

@@ -13,7 +13,7 @@ import typer
 from clairai.cli.output import print_table, print_values, show_progress
 
 if TYPE_CHECKING:
-    from clairai.batch.run_job import JobProgress
+    from clairai.batch.run_job import CaptureJob, JobProgress
     from clairai.store.read import Store, StoredRequest
     from clairai.store.repair import RepairPlan
 
@@ -29,7 +29,9 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="What `vllm serve` w
 Prompts = Annotated[
     Path, typer.Option(metavar="FILE", help="A prompt a line; .jsonl: an object a line.")
 ]
-To = Annotated[Path, typer.Option(metavar="FOLDER", help="Where the rows go; made if not there.")]
+To = Annotated[
+    str, typer.Option(metavar="FOLDER", help="Where rows go; with --ray also s3://bucket/folder.")
+]
 Points = Annotated[
     list[str], typer.Option(metavar="POINT", help='Where rows are taken, such as "post_block.*".')
 ]
@@ -42,6 +44,12 @@ Positions = Annotated[
 MaxTokens = Annotated[int, typer.Option(metavar="N", help="Tokens of an answer, at most.")]
 BatchMib = Annotated[int, typer.Option(metavar="N", help="MiB of rows that are one commit.")]
 Engine = Annotated[str, typer.Option(metavar="JSON", help="More arguments for vLLM's LLM.")]
+RayAddress = Annotated[
+    str | None, typer.Option("--ray", metavar="ADDRESS", help="Engines on this Ray cluster.")
+]
+Engines = Annotated[
+    int | None, typer.Option(metavar="N", help="With --ray: engines; else one for each GPU.")
+]
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of captures.")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="A new folder for what is made.")]
 
@@ -51,18 +59,20 @@ def run(
     model: Model,
     prompts: Prompts,
     points: Points,
-    to: To = Path("captures"),
+    to: To = "captures",
     encoder: Encoder = "raw",
     positions: Positions = "all",
     max_tokens: MaxTokens = 1,
     batch_mib: BatchMib = 256,
     engine: Engine = "{}",
+    ray: RayAddress = None,
+    engines: Engines = None,
 ) -> None:
     """Forward many prompts and keep their rows; the same command goes on where it was stopped.
 
     Needs vLLM. Prompts are done in batches, each of which is there whole or not at all.
     """
-    from clairai.batch.run_job import parse_job, run_job
+    from clairai.batch.run_job import parse_job
 
     job = parse_job(
         model,
@@ -76,10 +86,22 @@ def run(
         engine=engine,
     )
     try:
-        typer.echo(_report(run_job(job)) + f" in {to}")
+        typer.echo(_report(_run_job(job, ray, engines)) + f" in {to}")
     except KeyboardInterrupt:
         typer.echo("stopped; the same command goes on from the last commit", err=True)
         raise typer.Exit(INTERRUPTED) from None
+
+
+def _run_job(job: CaptureJob, address: str | None, engines: int | None) -> Iterator[JobProgress]:
+    if address is not None:
+        from clairai.batch.ray_job import RayOptions, run_ray_job
+
+        return run_ray_job(job, RayOptions(address, engines))
+    if engines is not None:
+        raise typer.BadParameter("--engines is for --ray; without it there is one engine")
+    from clairai.batch.run_job import run_job
+
+    return run_job(job)
 
 
 @capture.command("ls", hidden=True)
@@ -284,9 +306,13 @@ def _report(steps: Iterable[JobProgress]) -> str:
 
 
 def _progress_line(step: JobProgress, elapsed_s: float) -> str:
-    if not step.tokens:
-        return f"{step.total} prompts, {step.total_tokens} tokens at most"
-    left_s = elapsed_s * (step.total_tokens - step.tokens) / step.tokens
+    if not step.done:
+        tokens = f", {step.total_tokens} tokens at most" if step.total_tokens else ""
+        return f"{step.total} prompts{tokens}"
+    if step.total_tokens:
+        left_s = elapsed_s * (step.total_tokens - step.tokens) / step.tokens
+    else:
+        left_s = elapsed_s * (step.total - step.done) / step.done
     return f"{step.done} of {step.total} prompts, {elapsed_s:.0f} s, about {left_s:.0f} s left"
 
 

@@ -245,13 +245,10 @@ def serve(
 
     run(
         model,
-        replace(
-            _proxy_options(
-                *(host, port, api_key_file, allow_origin, allow_host),
-                ScoreOptions(score_all, keep_scores),
-            ),
-            completion_processes=_choose_processes(completion_processes, vllm_arguments),
-            replica=replica,
+        _proxy_options(
+            *(host, port, api_key_file, allow_origin, allow_host, replica),
+            ScoreOptions(score_all, keep_scores),
+            _choose_processes(completion_processes, vllm_arguments),
         ),
         UserOutput.of(log_format.value),
         points=points or [],
@@ -299,13 +296,10 @@ def proxy(
 
     run(
         upstream,
-        replace(
-            _proxy_options(
-                *(host, port, api_key_file, allow_origin, allow_host),
-                ScoreOptions(score_all, keep_scores),
-            ),
-            completion_processes=_choose_processes(completion_processes, None),
-            replica=replica,
+        _proxy_options(
+            *(host, port, api_key_file, allow_origin, allow_host, replica),
+            ScoreOptions(score_all, keep_scores),
+            _choose_processes(completion_processes, None),
         ),
         UserOutput.of(log_format.value),
         runtime=runtime_dir,
@@ -319,14 +313,21 @@ def _proxy_options(
     key_file: Path | None,
     origins: list[str] | None = None,
     names: list[str] | None = None,
+    replica: str | None = None,
     scores: ScoreOptions | None = None,
+    completion_processes: int = 1,
 ) -> ProxyOptions:
     from clairai.launch.api_key import access_keys
     from clairai.launch.engine_command import ListenAddress
     from clairai.launch.proxy_thread import ProxyOptions
 
-    address = ListenAddress(host, port, keys=access_keys(key_file))
-    made = ProxyOptions(address, tuple(origins or ()), tuple(names or ()))
+    made = ProxyOptions(
+        ListenAddress(host, port, keys=access_keys(key_file)),
+        tuple(origins or ()),
+        tuple(names or ()),
+        completion_processes=completion_processes,
+        replica=replica,
+    )
     return (
         made
         if scores is None

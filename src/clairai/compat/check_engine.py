@@ -216,6 +216,12 @@ REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
         ),
     ),
     (
+        # execute_model_ray of v1/executor/ray_utils.py, 0.32:124, calls the model runner itself.
+        "vLLM's Ray executor (it passes by the worker's own step, in which every tap is checked; "
+        "use mp, and Ray around whole engines)",
+        _is_set("parallel_config.use_ray"),
+    ),
+    (
         "KV-sharing fast prefill (later layers see fewer rows than earlier ones)",
         _is_set("cache_config.kv_sharing_fast_prefill"),
     ),

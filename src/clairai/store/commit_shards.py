@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, get_args
 
+import msgspec
 import numpy as np
 
 from clairai.errors import StoreError, StoreStoppedError, quote
@@ -28,9 +29,12 @@ from clairai.store.row_block import RequestNote, RowBlock
 from clairai.store.shard import (
     CommitSeal,
     SealedShard,
+    damage_error,
     put_seal,
+    renew_seal,
     seal_npz,
     seal_safetensors,
+    start_digest,
     stream_hex,
 )
 from clairai.store.shard_manifest import (
@@ -207,6 +211,36 @@ class Committer:
             self._remove(shards)
             raise
         return entries
+
+    def adopt(self, entries: Sequence[ShardEntry]) -> tuple[ShardEntry, ...]:
+        """Commit shards that others have written here under temporary names, and synced.
+
+        Each gets the seal of this commit, so that it can be found again without the manifest.
+        Raises StoreDamagedError, and commits nothing, if one is not what its entry says; otherwise
+        as `commit`.
+        """
+        if self._broken:
+            raise StoreStoppedError(self._broken)
+        self._require_unchanged()
+        seal = CommitSeal(self._sequence, len(entries), time.time_ns())
+        sealed = tuple(self._renew_seal(entry, seal) for entry in entries)
+        for entry in entries:
+            self._disk.rename(entry.name + TEMPORARY, entry.name)
+        self._disk.sync_folder()
+        self._require_unchanged()
+        self._append(CommitLine(MANIFEST_VERSION, self._sequence, time.time_ns(), sealed))
+        self._sealing = self._sequence
+        return sealed
+
+    def _renew_seal(self, entry: ShardEntry, seal: CommitSeal) -> ShardEntry:
+        name = entry.name + TEMPORARY
+        data = self._disk.view(name)
+        start = bytes(data[: entry.head_nbytes])
+        if len(data) != entry.nbytes or start_digest(start) != entry.head_digest:
+            raise damage_error(entry.name, "it is not what was written")
+        renewed = renew_seal(start, seal)
+        self._disk.overwrite(name, renewed.offset, renewed.text)
+        return msgspec.structs.replace(entry, head_digest=renewed.start_digest)
 
     def _require_unchanged(self) -> None:
         """A line after somebody else's would make the whole manifest unreadable."""

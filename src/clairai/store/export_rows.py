@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from clairai.errors import ConfigError, StoreError, describe_os_error, quote
+from clairai.errors import StoreError, describe_os_error, missing_extra, quote
 from clairai.points import Point
 from clairai.store.disk import LocalDisk, replace_file
 from clairai.store.read import Store, StoredRequest, StoredRows
@@ -357,7 +357,3 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def missing_extra(library: str, extra: str) -> ConfigError:
-    return ConfigError(f"this needs {library}; run `pip install 'clairai[{extra}]'`")

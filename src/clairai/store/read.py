@@ -23,7 +23,8 @@ from numpy.typing import DTypeLike, NDArray
 from clairai.errors import StoreDamagedError, StoreError, quote
 from clairai.points import Point
 from clairai.store.codecs.base import Encoder
-from clairai.store.disk import MANIFEST, Disk, LocalDisk
+from clairai.store.disk import MANIFEST, LocalDisk, ReadableDisk
+from clairai.store.remote_disk import RemoteDisk, is_address
 from clairai.store.row_block import Origin, RequestNote
 from clairai.store.shard import COLUMNS, POINT, ROWS, OpenShard, ShardSpan, open_shard, stream_hex
 from clairai.store.shard_manifest import CommitLine, ParsedManifest, ShardEntry, parse_manifest
@@ -37,10 +38,12 @@ Indices = NDArray[np.intp]
 
 
 def open(path: str | os.PathLike[str]) -> Store:
-    """Open a folder of captures.
+    """Open a folder of captures, or one at an address such as s3://bucket/captures.
 
     A damaged manifest is refused at once, a damaged shard when it is read.
     """
+    if is_address(path):
+        return Store(RemoteDisk(path))
     return Store(LocalDisk(path))
 
 
@@ -88,7 +91,7 @@ class _RequestParts:
 class Store:
     """A folder of captures, opened for reading."""
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: ReadableDisk) -> None:
         self._disk = disk
         self._open_shards: OrderedDict[str, OpenShard] = OrderedDict()
         self._start_nbytes: dict[str, int] = {}  # of the open shards
@@ -197,7 +200,7 @@ class Store:
         return StoredRows.join(parts)
 
 
-def _version(disk: Disk) -> tuple[int, int]:
+def _version(disk: ReadableDisk) -> tuple[int, int]:
     """Changes with every commit, and with every file that is put in the manifest's place."""
     return disk.inode(MANIFEST), disk.nbytes(MANIFEST)
 

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any, Final
 
 import msgspec
 
-from clairai.errors import StoreDamagedError, StoreError, StoreStoppedError, quote
-from clairai.store.disk import MANIFEST, ByteSource, Disk, replace_file
-from clairai.store.export_rows import missing_extra
+from clairai.errors import StoreDamagedError, StoreError
+from clairai.store.disk import MANIFEST, Disk, replace_file
+from clairai.store.remote_disk import RemoteDisk
 from clairai.store.shard_manifest import CommitLine, ParsedManifest, ShardEntry, parse_manifest
-
-MAX_URL: Final = 2048
-PART_NBYTES: Final = 4 << 20
 
 
 class SendProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,16 +30,7 @@ class ShardSender:
     """Copies one folder to one address. Raises StoreError for an address fsspec does not know."""
 
     def __init__(self, disk: Disk, url: str) -> None:
-        try:
-            from fsspec.core import url_to_fs
-        except ImportError:
-            raise missing_extra("fsspec", "fsspec") from None
-        if type(url) is not str or not 1 <= len(url) <= MAX_URL or "://" not in url:
-            raise StoreError(f"{quote(url)} is no address; give one such as s3://bucket/captures")
-        try:
-            self._remote, self._root = url_to_fs(url)
-        except Exception as error:  # every filesystem library has exceptions of its own
-            raise StoreError(f"fsspec cannot use this address, {_describe(error)}") from None
+        self._remote = RemoteDisk(url)
         self._disk = disk
         self._progress_name = f"sent-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
 
@@ -61,9 +48,9 @@ class ShardSender:
             self._require_own_or_empty(data)
         for commit, end in _unsent_commits(data, manifest, progress):
             for entry in commit.shards:
-                self._put(entry.name, self._disk.view(entry.name), entry.nbytes)
+                self._remote.put(entry.name, self._disk.view(entry.name), entry.nbytes)
                 yield entry
-            self._put(MANIFEST, memoryview(data)[:end], end)
+            self._remote.put(MANIFEST, memoryview(data)[:end], end)
             progress = SendProgress(commit.sequence + 1, end, _digest(data[:end]))
             replace_file(self._disk, self._progress_name, msgspec.json.encode(progress))
 
@@ -83,30 +70,12 @@ class ShardSender:
 
     def _require_own_or_empty(self, data: bytes) -> None:
         """Refuse to overwrite the manifest of another folder; a part of this one's is fine."""
-        path = self._path(MANIFEST)
         try:
-            present = self._remote.cat_file(path) if self._remote.exists(path) else b""
-        except Exception as error:
-            raise StoreStoppedError(f"the address cannot be read, {_describe(error)}") from None
+            present = self._remote.read(MANIFEST)
+        except FileNotFoundError:
+            present = b""
         if not data.startswith(present):
             raise StoreError("another folder of captures is at this address; give a new one")
-
-    def _path(self, name: str) -> str:
-        return f"{self._root.rstrip('/')}/{name}"
-
-    def _put(self, name: str, data: ByteSource, nbytes: int) -> None:
-        path = self._path(name)
-        try:
-            self._remote.makedirs(self._root, exist_ok=True)
-            with self._remote.open(path, "wb") as file:
-                for start in range(0, nbytes, PART_NBYTES):
-                    file.write(data[start : min(start + PART_NBYTES, nbytes)])
-            self._remote.invalidate_cache(path)
-            size: Any = self._remote.info(path)["size"]
-        except Exception as error:
-            raise StoreStoppedError(f"{name} could not be sent, {_describe(error)}") from None
-        if int(size) != nbytes:
-            raise StoreStoppedError(f"{name} has {size} bytes there and {nbytes} here; try again")
 
 
 def _unsent_commits(
@@ -122,7 +91,3 @@ def _unsent_commits(
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {quote(str(error), 200)}"

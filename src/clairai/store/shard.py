@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from clairai.errors import PointError, StoreDamagedError
 from clairai.points import Point
-from clairai.store.disk import Buffer, ByteSource, Disk
+from clairai.store.disk import Buffer, ByteSource, ReadableDisk
 from clairai.store.row_block import DTYPES, Origin, RequestNote, RowBlock
 from clairai.store.shard_manifest import ShardEntry
 from clairai.wire.ring_messages import ROW
@@ -166,10 +166,31 @@ _SEAL: Final = re.compile(rb"1 ([0-9a-f]{16}) ([0-9a-f]{8}) ([0-9a-f]{16}) ([0-9
 
 def put_seal(shard: SealedShard, seal: CommitSeal) -> SealedShard:
     """The same shard, which says what it was committed with."""
-    first, end = shard.seal_offset, shard.seal_offset + len(NO_SEAL)
-    before, behind = shard.start[:first], shard.start[end:]
+    return replace(shard, start=_with_seal(shard.start, shard.seal_offset, seal))
+
+
+def _with_seal(start: bytes, offset: int, seal: CommitSeal) -> bytes:
+    before, behind = start[:offset], start[offset + len(NO_SEAL) :]
     digest = start_digest(before + seal.text().encode() + behind)
-    return replace(shard, start=before + seal.text(digest).encode() + behind)
+    return before + seal.text(digest).encode() + behind
+
+
+@dataclass(frozen=True)
+class NewSeal:
+    """The bytes that seal a shard anew, and the digest that its start then has."""
+
+    offset: int
+    text: bytes
+    start_digest: str
+
+
+def renew_seal(start: bytes, seal: CommitSeal) -> NewSeal:
+    """For a shard that becomes part of another commit. ValueError if the start has no seal."""
+    if start[_PREFIX_NBYTES:_SEAL_OFFSET] != _SEAL_START:
+        raise ValueError("it has no seal")
+    sealed = _with_seal(start, _SEAL_OFFSET, seal)
+    text = sealed[_SEAL_OFFSET : _SEAL_OFFSET + len(NO_SEAL)]
+    return NewSeal(_SEAL_OFFSET, text, start_digest(sealed))
 
 
 def read_seal(data: ByteSource, head_nbytes: int) -> CommitSeal | None:
@@ -518,7 +539,7 @@ class OpenShard:
         return self.tensors.array(name)
 
 
-def open_shard(disk: Disk, entry: ShardEntry) -> OpenShard:
+def open_shard(disk: ReadableDisk, entry: ShardEntry) -> OpenShard:
     """Open the file of a manifest entry, and check its start.
 
     Raises StoreDamagedError if it is not what was committed.
@@ -533,7 +554,7 @@ def open_shard(disk: Disk, entry: ShardEntry) -> OpenShard:
     return shard
 
 
-def _open_entry(disk: Disk, entry: ShardEntry) -> OpenShard:
+def _open_entry(disk: ReadableDisk, entry: ShardEntry) -> OpenShard:
     data = disk.view(entry.name)
     if entry.name.endswith(".npz"):
         return open_npz(entry.name, data, digest=entry.head_digest, nbytes=entry.nbytes)

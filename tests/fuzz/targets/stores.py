@@ -171,7 +171,7 @@ def parse_folder(data: bytes) -> None:
         disk = OneShardDisk(data, sealed)
     except ValueError as error:
         raise StoreError("no manifest has an entry like that") from error
-    store = Store(disk)  # type: ignore[arg-type]  # it only reads
+    store = Store(disk)
     for request in store.requests():
         rows = store.rows(request.stream)
         decoded = np.asarray(rows)

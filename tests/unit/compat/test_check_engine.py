@@ -74,6 +74,7 @@ MODES = [
     ("pass_config.enable_sp", True, "sequence-parallel residuals"),
     ("pass_config.enable_sequence_parallelism", True, "sequence-parallel residuals"),
     ("speculative_config", SimpleNamespace(method="medusa"), "speculative decoding by a method"),
+    ("parallel_config.use_ray", True, "vLLM's Ray executor"),
     ("cache_config.kv_sharing_fast_prefill", True, "KV-sharing fast prefill"),
     ("model_config.enable_prompt_embeds", True, "prompt embeddings"),
     ("model_config.runner_type", "pooling", "pooling models"),
