@@ -10,7 +10,7 @@ Runs in: the process of the command; it has no engine.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from clairai.batch.resume import leave_out_finished, wait_for_writer
 from clairai.batch.run_job import CaptureJob, JobProgress, identify_run
 from clairai.errors import ConfigError, StoreStoppedError, missing_extra, quote
 from clairai.store.remote_disk import is_address
-from clairai.store.shared_folder import open_shared_folder
+from clairai.store.shared_folder import SharedFolder, open_shared_folder
 
 MAX_TASK_PROMPTS: Final = 256
 TASKS_PER_ENGINE: Final = 4  # at least: so that a slow one, or one that dies, holds up little
@@ -63,21 +63,29 @@ def run_ray_job(job: CaptureJob, options: RayOptions) -> Iterator[JobProgress]:
         plan = ActorPlan(job.model, capture, job.arguments, identity, job.folder, folder.first_line)
         with connect(options) as cluster:
             tasks = cut_tasks(unfinished, cluster.num_engines(job))
-            waiting = dict(enumerate(tasks))
-            done = tokens = 0
-            for report in cluster.run(tasks, plan, job):
-                if report.error:
-                    raise ConfigError(f"{report.error}; what was committed stays")
-                prompts_of_task = waiting.pop(report.task, None)
-                if prompts_of_task is None:
-                    continue  # it was done twice: what came first is committed
-                folder.commit(report.shards)
-                done, tokens = done + len(prompts_of_task), tokens + report.tokens
+            for done, tokens in commit_tasks(folder, tasks, cluster.run(tasks, plan, job)):
                 yield JobProgress(done, len(unfinished), before, tokens, 0)
-            if waiting:
-                raise StoreStoppedError(
-                    f"Ray ended, and {len(waiting)} tasks are not done; start the command again"
-                )
+
+
+def commit_tasks(
+    folder: SharedFolder, tasks: Sequence[Sequence[Prompt]], reports: Iterable[TaskReport]
+) -> Iterator[tuple[int, int]]:
+    """Prompts and tokens done, after each commit."""
+    waiting = dict(enumerate(tasks))
+    done = tokens = 0
+    for report in reports:
+        if report.error:
+            raise ConfigError(f"{report.error}; what was committed stays")
+        prompts = waiting.pop(report.task, None)
+        if prompts is None:
+            continue  # it was done twice: what came first is committed
+        folder.commit(report.shards)
+        done, tokens = done + len(prompts), tokens + report.tokens
+        yield done, tokens
+    if waiting:
+        raise StoreStoppedError(
+            f"Ray ended, and {len(waiting)} tasks are not done; start the command again"
+        )
 
 
 def cut_tasks(prompts: Sequence[Prompt], num_engines: int) -> list[list[Prompt]]:

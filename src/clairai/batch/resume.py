@@ -69,14 +69,24 @@ def leave_out_finished(
     store: Store, prompts: Sequence[Prompt], run: RunIdentity, *, folder: str
 ) -> list[Prompt]:
     """ConfigError if the store has rows of a different run; `folder` is its name."""
-    done = Counter(_finished_digests(store, run, folder))
+    done = Counter(_finished_prompts(store, run, folder))
+    # First those that are where they were: of lines with the same content, any may be done.
+    moved = [prompt for prompt in prompts if not done[_place(prompt)]]
+    done.subtract(map(_place, prompts))
+    left = Counter[str]()
+    for (_, digest), count in done.items():
+        left[digest] += max(count, 0)
     found = []
-    for prompt in prompts:
-        if done[prompt.digest]:
-            done[prompt.digest] -= 1
+    for prompt in moved:
+        if left[prompt.digest]:
+            left[prompt.digest] -= 1
         else:
             found.append(prompt)
     return found
+
+
+def _place(prompt: Prompt) -> tuple[int, str]:
+    return prompt.number, prompt.digest
 
 
 def wait_for_writer(folder: Path) -> None:
@@ -97,7 +107,8 @@ def wait_for_writer(folder: Path) -> None:
         time.sleep(POLL_S)
 
 
-def _finished_digests(store: Store, run: RunIdentity, folder: str) -> list[str]:
+def _finished_prompts(store: Store, run: RunIdentity, folder: str) -> list[tuple[int, str]]:
+    """The line and the digest of each."""
     requests = store.requests()
     other = next((one for one in requests if not _is_of_run(one.tags, run)), None)
     if other is not None:
@@ -106,7 +117,8 @@ def _finished_digests(store: Store, run: RunIdentity, folder: str) -> list[str]:
             f"{_describe(other)}; "
             "give another folder, or the model and options that it was begun with"
         )
-    return [str(request.tags[_PROMPT]["sha256"]) for request in requests]
+    tags = [request.tags[_PROMPT] for request in requests]
+    return [(int(one.get("line", 0)), str(one["sha256"])) for one in tags]
 
 
 def _is_of_run(tags: Mapping[str, Any], run: RunIdentity) -> bool:
