@@ -60,7 +60,7 @@ ray: setup ## captures and scores on a Ray cluster, and into a bucket of moto's 
 	@test -x .venv-ray/bin/python || $(BIN)/python -m venv .venv-ray
 	@ls -d $(CURDIR)/.venv/lib/python3.*/site-packages > $$(.venv-ray/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
 	@.venv-ray/bin/pip install -q 'ray[data]==2.60.*' s3fs 'moto[server]>=5'
-	@PYTHONPATH=src:. .venv-ray/bin/python -m pytest -q -W default tests/engine/test_ray_capture.py tests/process/test_ray.py
+	@PYTHONPATH=$(CURDIR)/src:$(CURDIR) .venv-ray/bin/python -m pytest -q -W default tests/engine/test_ray_capture.py tests/process/test_ray.py
 
 docs: setup ## build the documentation site, with search, in build/site
 	@$(BIN)/pip install -q -e '.[docs]'

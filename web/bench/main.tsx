@@ -87,7 +87,7 @@ append(NUM_TOKENS);
 page.store.setState({
   connection: {
     kind: "answered",
-    health: { status: "ready", reason: null, since: null, model: "bench", version: "0" },
+    health: { status: "ready", reason: null, since: null, model: "bench", version: "0", replica: null },
   },
   model: "bench",
   probes,
