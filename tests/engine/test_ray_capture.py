@@ -44,12 +44,13 @@ class Cluster:
     process: subprocess.Popen[str]
     address: str
 
-    def kill_an_actor(self) -> int:
+    def kill(self, what: str) -> None:
+        """`actor` or `machine`; returns when it is gone."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write("kill\n")
+        self.process.stdin.write(f"{what}\n")
         self.process.stdin.flush()
-        return int(self.process.stdout.readline())
+        assert self.process.stdout.readline() == f"{what}\n"
 
 
 @contextmanager
@@ -138,7 +139,7 @@ def test_an_actor_that_is_killed_is_replaced_and_every_prompt_is_done_once(
         command = _command(cut_model, tmp_path / "p.jsonl", folder, cluster)
         with _running(command) as running:
             _wait_for_more(folder, 0, running)
-            cluster.kill_an_actor()
+            cluster.kill("actor")
             said, errors = running.communicate()
         assert running.returncode == 0, errors[-4000:]
         assert f"{NUM_PROMPTS} prompts done in {folder}" in said
@@ -154,7 +155,7 @@ def test_an_actor_that_is_killed_is_replaced_and_every_prompt_is_done_once(
     find_spec("moto") is None or find_spec("s3fs") is None,
     reason="moto or s3fs is not installed: `make ray` has them",
 )
-def test_a_run_into_a_bucket_goes_on_after_an_actor_and_then_its_command_were_killed(
+def test_a_run_into_a_bucket_goes_on_after_a_machine_and_then_its_command_were_killed(
     cut_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = _prompts(tmp_path / "p.jsonl")
@@ -162,7 +163,7 @@ def test_a_run_into_a_bucket_goes_on_after_an_actor_and_then_its_command_were_ki
         command = _command(cut_model, tmp_path / "p.jsonl", where, cluster)
         with _running(command) as running:
             num_done = _wait_for_more(where, 0, running)
-            cluster.kill_an_actor()
+            cluster.kill("machine")
             _wait_for_more(where, num_done, running)
             running.kill()
         num_done = _num_done(where)

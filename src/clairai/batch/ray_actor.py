@@ -62,7 +62,7 @@ class CaptureActor:
         try:
             self._start()
         except ClairaiError as error:  # of every task: an actor that raises is only started again
-            self._error = str(error)
+            self._error = error.reason
 
     def _start(self) -> None:
         plan = self._plan
@@ -80,7 +80,7 @@ class CaptureActor:
         try:
             report = self._run(task, msgspec.json.decode(prompts, type=list[Prompt]))
         except ClairaiError as error:
-            report = TaskReport(task, error=str(error))
+            report = TaskReport(task, error=error.reason)
         return {"report": [msgspec.json.encode(report)]}
 
     def _run(self, task: int, prompts: list[Prompt]) -> TaskReport:
