@@ -40,6 +40,7 @@ from tests.fidelity.oracle import hidden_states
 from tests.support.ring_engine import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+GONE = "engine core exited unexpectedly"  # v1/engine/core_client.py, 0.32
 
 READY_S: Final = 600.0
 NUM_REQUESTS: Final = 120
@@ -361,4 +362,6 @@ def test_a_killed_core_ends_the_engine_with_its_reason(served: Served) -> None:
         rest = "".join(chunks)
     assert "error" in rest or "[DONE]" in rest  # it ran on the other core, or was cut off
     assert served.process.wait(120) == 3
-    assert f"(process {pid}) has ended" in served.said()
+    # Whoever notices first: the watch over heartbeats, or vLLM, which ends in order by itself.
+    said = served.said()
+    assert f"(process {pid}) has ended" in said or GONE in said, said

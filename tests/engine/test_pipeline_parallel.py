@@ -56,7 +56,13 @@ def vocabulary_VD(model: Path) -> NDArray[np.float32]:
         return np.asarray(file.get_tensor("model.embed_tokens.weight").float().numpy())
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["pp2", "tp2-pp2"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(1, id="pp2"),
+        pytest.param(2, id="tp2-pp2", marks=pytest.mark.layouts),
+    ],
+)
 def stages(request: pytest.FixtureRequest, model: Path, runtime: Path) -> Iterator[Any]:
     num_ranks = int(request.param)
     with EngineProcess(

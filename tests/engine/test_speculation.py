@@ -42,7 +42,11 @@ LOAD: Final = attribution.Plan(
     vocabulary=speculating.VOCABULARY,
     num_drafts=speculating.NUM_DRAFTS,
 )
-METHODS: Final = ("ngram", "draft_model", "eagle", "mtp")
+METHODS: Final = (
+    "ngram",
+    "draft_model",
+    *(pytest.param(slow, marks=pytest.mark.layouts) for slow in ("eagle", "mtp")),
+)
 
 
 def _noise(seed: int, size: float) -> NDArray[np.float32]:

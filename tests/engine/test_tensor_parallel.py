@@ -66,7 +66,7 @@ LAYOUTS: Final = {
     ),
     "tensor-4": Layout("llama", 4, VOCABULARY | HEADS),
 }
-SLOW: Final = ("tensor-4",)
+SLOW: Final = ("expert-2", "tensor-4")
 
 
 @pytest.fixture(
