@@ -10,6 +10,11 @@ from tests.shape.source import Module, imports, package
 
 LIBRARIES = ("pickle", "cPickle", "_pickle", "cloudpickle", "marshal", "shelve", "dill", "joblib")
 BUILT_IN = ("eval", "exec", "__import__")
+# Of torch.distributed and of vLLM's groups: they pickle what they send.
+OBJECT_CALLS = (
+    *("all_gather_object", "gather_object", "broadcast_object", "broadcast_object_list"),
+    *("scatter_object_list", "send_object", "send_object_list", "recv_object", "recv_object_list"),
+)
 LOADERS = ("torch.load", "torch.jit.load", "torch.hub.load", "np.load", "numpy.load", "yaml.load")
 
 
@@ -24,6 +29,8 @@ def dangers(module: Module) -> list[str]:
             found.append(f"line {node.lineno}: {ast.unparse(node)}")
         elif isinstance(node, ast.Attribute) and node.attr in BUILT_IN[:2]:
             found += _built_in(node)
+        elif isinstance(node, ast.Attribute) and node.attr in OBJECT_CALLS:
+            found.append(f"line {node.lineno}: {node.attr}")
         elif isinstance(node, ast.ImportFrom) and node.module in ("torch", "builtins"):
             names = [alias.name for alias in node.names if alias.name in ("load", *BUILT_IN)]
             found += [f"line {node.lineno}: {node.module}.{name}" for name in names]
@@ -55,6 +62,7 @@ def test_pitfall_19_nothing_is_ever_unpickled() -> None:
         "import builtins\nbuiltins.exec('x')",
         "from builtins import eval as e",
         *(f"{name}(file)" for name in LOADERS),
+        *(f"torch.distributed.{name}(found, own)" for name in OBJECT_CALLS),
         "def f():\n    return torch.load",
         "from torch import load",
         "np.fromfile(f, allow_pickle=True)",

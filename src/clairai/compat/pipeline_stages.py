@@ -19,6 +19,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import msgspec
 import torch
 
 from clairai.compat.model_sites import Sites
@@ -69,12 +70,16 @@ def put_publisher_first(vllm_config: Any, replies: Sequence[bytes]) -> list[byte
     return [*replies[rank : rank + 1], *replies[:rank], *replies[rank + 1 :]]
 
 
-@dataclass(frozen=True)
-class FoundSites:
-    """What one stage has found in its blocks."""
+class FoundSites(msgspec.Struct, frozen=True):
+    """What one stage has found in its blocks, by the names of points."""
 
-    site_of: Mapping[Point, str]
-    refused: Mapping[Point, str]
+    site_of: Mapping[str, str]
+    refused: Mapping[str, str]
+
+    @classmethod
+    def of(cls, local: Sites) -> FoundSites:
+        told = (local.site_of, local.refused)
+        return cls(*({str(point): text for point, text in one.items()} for one in told))
 
 
 def join_sites(local: Sites) -> tuple[Sites, list[frozenset[str]]]:
@@ -84,21 +89,27 @@ def join_sites(local: Sites) -> tuple[Sites, list[frozenset[str]]]:
     """
     from vllm.distributed.parallel_state import get_pp_group
 
-    group = get_pp_group()
-    found: list[Any] = [None] * group.world_size
-    own = FoundSites(dict(local.site_of), dict(local.refused))
-    torch.distributed.all_gather_object(found, own, group=group.cpu_group)
-    return merge_sites(local, found)
+    own = msgspec.json.encode(FoundSites.of(local))
+    found = gather_bytes(own, get_pp_group().cpu_group)
+    return merge_sites(local, [msgspec.json.decode(one, type=FoundSites) for one in found])
+
+
+def gather_bytes(own: bytes, group: Any) -> list[bytes]:
+    """What each rank of the group gives, in their order; torch's own way to do it pickles."""
+    num_ranks = torch.distributed.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks)]
+    torch.distributed.all_gather(sizes, torch.tensor([len(own)]), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.frombuffer(bytearray(own.ljust(longest)), dtype=torch.uint8)
+    parts = [torch.zeros_like(padded) for _ in range(num_ranks)]
+    torch.distributed.all_gather(parts, padded, group=group)
+    return [part.numpy().tobytes()[: int(n)] for part, n in zip(parts, sizes, strict=True)]
 
 
 def merge_sites(local: Sites, found: Sequence[FoundSites]) -> tuple[Sites, list[frozenset[str]]]:
-    site_of = {point: site for one in found for point, site in one.site_of.items()}
-    refused = {
-        point: reason
-        for one in found
-        for point, reason in one.refused.items()
-        if point not in site_of
-    }
+    site_of = {Point.parse(point): site for one in found for point, site in one.site_of.items()}
+    refused = {Point.parse(point): reason for one in found for point, reason in one.refused.items()}
+    refused = {point: reason for point, reason in refused.items() if point not in site_of}
     names = [frozenset(one.site_of.values()) for one in found]
     return replace(local, site_of=site_of, refused=refused), names
 

@@ -56,7 +56,7 @@ def test_the_sites_of_all_stages_are_those_of_the_whole_model(kind: type[nn.Modu
     model = Decoder(kind)
     expected = find(model, is_stage=False)
     parts = [find(stage_of(model, layers), is_stage=True) for layers in (range(2), range(2, 3))]
-    found = [FoundSites(part.site_of, part.refused) for part in parts]
+    found = [FoundSites.of(part) for part in parts]
     for part in parts:
         merged, names = merge_sites(part, found)
         assert dict(merged.site_of) == dict(expected.site_of)
