@@ -40,7 +40,7 @@ from tests.fidelity.oracle import hidden_states
 from tests.support.ring_engine import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
-GONE = "engine core exited unexpectedly"  # v1/engine/core_client.py, 0.32
+DIED: Final = "died unexpectedly (exit code: -9)"  # v1/executor/multiproc_executor.py, 0.32
 
 READY_S: Final = 600.0
 NUM_REQUESTS: Final = 120
@@ -364,4 +364,4 @@ def test_a_killed_core_ends_the_engine_with_its_reason(served: Served) -> None:
     assert served.process.wait(120) == 3
     # Whoever notices first: the watch over heartbeats, or vLLM, which ends in order by itself.
     said = served.said()
-    assert f"(process {pid}) has ended" in said or GONE in said, said
+    assert f"(process {pid}) has ended" in said or DIED in said, said
