@@ -9,26 +9,20 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import httpx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from safetensors import safe_open
 
 from clairai.fields.request_fields import new_stream_id
-from clairai.local.private_socket import socket_path
 from clairai.points import Point
-from clairai.probe.files import dumps, save
+from clairai.probe.files import dumps
 from clairai.probe.model import Probe
 from clairai.ring.attach import RingReader
 from clairai.ring.reader import Record
@@ -36,13 +30,12 @@ from clairai.wire import ring_messages
 from tests.engine import attribution
 from tests.engine import server as parts
 from tests.engine.attribution import Sent, Verdict
+from tests.engine.serving import Served, serving
 from tests.fidelity.oracle import hidden_states
-from tests.support.ring_engine import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 DIED: Final = "died unexpectedly (exit code: -9)"  # v1/executor/multiproc_executor.py, 0.32
 
-READY_S: Final = 600.0
 NUM_REQUESTS: Final = 120
 NUM_AT_ONCE: Final = 40
 MAX_PROMPT: Final = 60
@@ -57,41 +50,6 @@ OPTIONS: Final = (
 CPU: Final = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
-class Served(NamedTuple):
-    process: subprocess.Popen[bytes]
-    url: str  # the proxy's
-    runtime: Path
-    output: Path
-    model: Path
-    vocabulary_VD: NDArray[np.float32]
-
-    def said(self) -> str:
-        return self.output.read_text()
-
-    def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=parts.DEADLINE_S, trust_env=False)
-
-    def engine(self) -> httpx.AsyncClient:
-        """vLLM itself, past the proxy: only there may a caller choose a stream."""
-        (path,) = self.runtime.glob("*/api.sock")
-        return httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=str(path)),
-            base_url="http://engine",
-            timeout=600.0,
-        )
-
-    def rings(self) -> list[RingReader]:
-        with self.client() as client:
-            cores = client.get("/v1/clairai").json()["cores"]
-        paths = [socket_path(self.runtime, int(core["epoch"], 16)) for core in cores]
-        return [RingReader.attach(path, start="newest") for path in paths]
-
-
-def _embeddings(model: Path) -> NDArray[np.float32]:
-    with safe_open(model / "model.safetensors", "pt") as file:
-        return np.asarray(file.get_tensor("model.embed_tokens.weight").float().numpy())
-
-
 def _deep_probe(name: str, seed: int) -> Probe:
     direction_D = np.random.default_rng(seed).standard_normal(parts.WIDTH).astype(np.float32)
     return Probe(name, DEEP, direction_D)
@@ -100,43 +58,8 @@ def _deep_probe(name: str, seed: int) -> Probe:
 @pytest.fixture(scope="module")
 def served(cut_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     scratch = tmp_path_factory.mktemp("cores")
-    runtime = Path(tempfile.mkdtemp(prefix="clairai-"))  # short enough for a socket
-    vocabulary_VD = _embeddings(cut_model)
-    probes = scratch / "probes"
-    probes.mkdir()
-    for probe in attribution.probes(attribution.projections(vocabulary_VD)):
-        save(probes / f"{probe.name.replace(':', '-')}.safetensors", probe)
-    save(probes / "deep.safetensors", _deep_probe("deep", 1))
-    port, output = parts.free_port(), scratch / "output"
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "clairai.cli", "serve", str(cut_model)),
-                *("--port", str(port), "--probes", str(probes), "--vllm-log", "-", "--"),
-                *OPTIONS,
-            ],
-            env=os.environ | parts.CPU | CPU | {"CLAIRAI_RUNTIME_DIR": str(runtime)},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-    url = f"http://127.0.0.1:{port}"
-    found = Served(process, url, runtime, output, cut_model, vocabulary_VD)
-    try:
-
-        def is_served() -> bool:
-            assert process.poll() is None, found.said()[-4000:]
-            return f"is served on {url}" in found.said()
-
-        until(is_served, READY_S)
+    with serving(cut_model, scratch, OPTIONS, CPU, [_deep_probe("deep", 1)]) as found:
         yield found
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        finally:
-            process.kill()
-            process.wait()
-            shutil.rmtree(runtime)
 
 
 class Collector:
