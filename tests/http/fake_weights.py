@@ -19,6 +19,7 @@ STATE = {
     "device": "cpu",
     "num_tensors": 1,
     "is_torn": False,
+    "devices": ["cpu"],
 }
 TENSOR = {"name": "model.norm.weight", "dtypes": ["F32", "BF16"], "shape": [8]}
 UNPLANNED = "0" * 32
