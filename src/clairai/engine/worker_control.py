@@ -6,6 +6,7 @@ one that raises would leave the replies of the others to the next call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import msgspec
@@ -68,41 +69,41 @@ def answer_control(
 
     Only the first rank has a `step_publisher`. The others take weights, and nothing else.
     """
-    try:
-        control = _DECODER.decode(message)
-        reply: control_messages.ControlReply = _NO_TAPS
+
+    def answer(control: control_messages.Control) -> control_messages.ControlReply:
         if step_publisher is None and weights is None:
-            pass
-        elif isinstance(control, weights_messages.WeightsControl | weights_messages.RankControl):
-            reply = _answer_weights(weights, control)
-        elif step_publisher is None:
-            pass
-        elif isinstance(control, capture_messages.CaptureControl):
-            reply = _answer_capture(capture, control)
-        elif isinstance(control, weights_messages.FindVersions):
-            reply = weights_messages.Versions(
-                tuple(map(step_publisher.first_weights_of, control.streams))
-            )
-        else:
-            reply = _answer_probes(step_publisher, control)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        reply = ring_messages.Refusal(
-            "request", f"control message not understood: {printable(error)}"
-        )
-    except ClairaiError as error:
-        reply = ring_messages.Refusal(error.code, error.reason)
-    return _ENCODER.encode(reply)
+            return _NO_TAPS
+        if isinstance(control, weights_messages.WeightsControl | weights_messages.RankControl):
+            return _answer_weights(weights, control)
+        if step_publisher is None:
+            return _NO_TAPS
+        if isinstance(control, capture_messages.CaptureControl):
+            return _answer_capture(capture, control)
+        if isinstance(control, weights_messages.FindVersions):
+            found = map(step_publisher.first_weights_of, control.streams)
+            return weights_messages.Versions(tuple(found))
+        return _answer_probes(step_publisher, control)
+
+    return _encode_reply(message, answer)
 
 
 def follow_control(held: HeldBank, message: bytes) -> bytes:
     """The encoded reply of a rank without the ring, which follows changes of the bank."""
-    reply: control_messages.ControlReply
-    try:
-        control = _DECODER.decode(message)
+
+    def answer(control: control_messages.Control) -> control_messages.ControlReply:
         if isinstance(control, _BANK_CONTROL):
-            reply = _answer_bank(held, control)
-        else:
-            reply = ring_messages.Refusal("unsupported", "the rank with the ring answers this")
+            return _answer_bank(held, control)
+        return ring_messages.Refusal("unsupported", "the rank with the ring answers this")
+
+    return _encode_reply(message, answer)
+
+
+def _encode_reply(
+    message: bytes, answer: Callable[[control_messages.Control], control_messages.ControlReply]
+) -> bytes:
+    """What `answer` says to the message, or why it does not."""
+    try:
+        reply = answer(_DECODER.decode(message))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         reply = ring_messages.Refusal(
             "request", f"control message not understood: {printable(error)}"
