@@ -2347,7 +2347,7 @@ export interface components {
             version: 1;
             transfer: string;
             epoch: string;
-            device: string;
+            device: string | string[];
             buffers: number[];
             tensors: components["schemas"]["ManifestTensor"][];
             /** @default  */
@@ -2372,11 +2372,13 @@ export interface components {
             /** @description of the content; empty for version 0 */
             digest: string;
             epoch: string;
-            /** @description "cpu", or the UUID of a GPU */
+            /** @description "cpu", or the UUID of the first rank's GPU */
             device: string;
             num_tensors: number;
             /** @description a load stopped half-way; nothing is served */
             is_torn: boolean;
+            /** @description of each rank; each takes the weights itself */
+            devices: string[];
         };
         /**
          * Window
