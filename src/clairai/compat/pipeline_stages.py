@@ -23,6 +23,7 @@ import msgspec
 import torch
 
 from clairai.compat.model_sites import Sites
+from clairai.compat.ranks import gather_bytes
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.steer.steer_tables import SteerTables
 from clairai.errors import TapMissingError
@@ -92,18 +93,6 @@ def join_sites(local: Sites) -> tuple[Sites, list[frozenset[str]]]:
     own = msgspec.json.encode(FoundSites.of(local))
     found = gather_bytes(own, get_pp_group().cpu_group)
     return merge_sites(local, [msgspec.json.decode(one, type=FoundSites) for one in found])
-
-
-def gather_bytes(own: bytes, group: Any) -> list[bytes]:
-    """What each rank of the group gives, in their order; torch's own way to do it pickles."""
-    num_ranks = torch.distributed.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks)]
-    torch.distributed.all_gather(sizes, torch.tensor([len(own)]), group=group)
-    longest = max(int(size) for size in sizes)
-    padded = torch.frombuffer(bytearray(own.ljust(longest)), dtype=torch.uint8)
-    parts = [torch.zeros_like(padded) for _ in range(num_ranks)]
-    torch.distributed.all_gather(parts, padded, group=group)
-    return [part.numpy().tobytes()[: int(n)] for part, n in zip(parts, sizes, strict=True)]
 
 
 def merge_sites(local: Sites, found: Sequence[FoundSites]) -> tuple[Sites, list[frozenset[str]]]:

@@ -1,4 +1,4 @@
-"""Lets the ranks of an engine compare their residual streams, through vLLM's group for host data.
+"""What the ranks of an engine tell each other, through vLLM's groups for host data.
 
 get_tp_group().cpu_group               distributed/parallel_state.py     0.26:381   0.32:448
 GPUModelRunner.execute_model_state     v1/worker/gpu_model_runner.py     0.26:940   0.32:952   V1
@@ -31,6 +31,18 @@ class _Gathered:
     def wait(self) -> list[torch.Tensor]:
         self._work.wait()
         return self._every
+
+
+def gather_bytes(own: bytes, group: Any) -> list[bytes]:
+    """What each rank of the group gives, in their order; torch's own way to do it pickles."""
+    num_ranks = torch.distributed.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks)]
+    torch.distributed.all_gather(sizes, torch.tensor([len(own)]), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.frombuffer(bytearray(own.ljust(longest)), dtype=torch.uint8)
+    parts = [torch.zeros_like(padded) for _ in range(num_ranks)]
+    torch.distributed.all_gather(parts, padded, group=group)
+    return [part.numpy().tobytes()[: int(n)] for part, n in zip(parts, sizes, strict=True)]
 
 
 def make_step_check(worker: Any) -> Callable[[int], None] | None:

@@ -31,6 +31,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from clairai.compat.engine_core import get_settings
 from clairai.compat.install import TRANSFER_BACKEND
+from clairai.compat.ranks import gather_bytes
 from clairai.errors import UnsupportedError, WeightsError
 from clairai.local.free_memory import untouched_bytes
 from clairai.local.private_socket import runtime_dir
@@ -52,7 +53,6 @@ from clairai.weights.trainer_session import write_state
 # as much again for temporaries. vLLM's CPU build takes 2 for float32, measured.
 LOAD_COPIES: Final = 4
 PLAIN_GPU_COPIES: Final = 2  # on a GPU, layers that are not quantised are only copied
-_CARD_BYTES: Final = 8192
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _RELOAD_LOG: Final = "vllm.model_executor.model_loader.reload.layerwise"
 _log: Final = logging.getLogger(__name__)
@@ -239,7 +239,7 @@ def _find_place(vllm_config: Any, device: str, folder: Path) -> RankPlace:
 
     group = get_world_group()
     mine = _RankCard(make_epoch(), device, _BOOT_ID.read_text().strip(), str(folder))
-    cards = _exchange(mine, group.cpu_group, parallel.world_size)
+    cards = _exchange(mine, group.cpu_group)
     if len({(card.machine, card.folder) for card in cards}) != 1:
         raise UnsupportedError(
             f"backend {TRANSFER_BACKEND} serves ranks of one machine with one runtime_dir; use "
@@ -257,17 +257,10 @@ class _RankCard(msgspec.Struct, frozen=True):
     folder: str
 
 
-def _exchange(mine: _RankCard, group: Any, count: int) -> list[_RankCard]:
-    """The cards of all ranks, in their order; as bytes, because torch would pickle objects."""
-    raw = msgspec.json.encode(mine)
-    sent_N = torch.zeros(_CARD_BYTES, dtype=torch.uint8)
-    sent_N[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    found = [torch.empty_like(sent_N) for _ in range(count)]
-    torch.distributed.all_gather(found, sent_N, group=group)
-    return [
-        msgspec.json.decode(bytes(each_N.tolist()).rstrip(b"\0"), type=_RankCard)
-        for each_N in found
-    ]
+def _exchange(mine: _RankCard, group: Any) -> list[_RankCard]:
+    """The cards of all ranks, in their order."""
+    found = gather_bytes(msgspec.json.encode(mine), group)
+    return [msgspec.json.decode(one, type=_RankCard) for one in found]
 
 
 def _for_all_ranks(needs: LoadNeeds, place: RankPlace) -> LoadNeeds:
