@@ -144,7 +144,7 @@ def _drive(
             one.prompt = _prompt(llm, one.way, rng)
             one.wants_prompt_scores = bool(rng.random() < 0.2)
             live[str(one.stream)] = one
-            adapter = (None, *adapters)[one.stream % (len(adapters) + 1)]
+            adapter = (None, *adapters)[(one.stream - first) % (len(adapters) + 1)]
             one.adapter = None if adapter is None else adapter.name
             engine.add_request(
                 str(one.stream),

@@ -63,7 +63,7 @@ def forms(
         max_num_seqs=32,
         max_num_batched_tokens=64,
         block_size=BLOCK,
-        num_gpu_blocks_override=30,
+        num_gpu_blocks_override=20,
         enable_prefix_caching=True,
         enable_lora=True,
         max_loras=len(NAMES) + 1,
