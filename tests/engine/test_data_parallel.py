@@ -34,7 +34,7 @@ from tests.engine.serving import Served, serving
 from tests.fidelity.oracle import hidden_states
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
-DIED: Final = "died unexpectedly (exit code: -9)"  # v1/executor/multiproc_executor.py, 0.32
+DIED: Final = "died unexpectedly (exit code: "  # v1/executor/multiproc_executor.py, 0.32
 
 NUM_REQUESTS: Final = 120
 NUM_AT_ONCE: Final = 40
@@ -280,10 +280,10 @@ def test_a_killed_core_ends_the_engine_with_its_reason(served: Served) -> None:
         client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer,
     ):
         chunks = answer.iter_text()
-        next(chunks)
+        text = next(chunks)  # on a busy machine that may be all of it
         os.kill(pid, signal.SIGKILL)
-        rest = "".join(chunks)
-    assert "error" in rest or "[DONE]" in rest  # it ran on the other core, or was cut off
+        text += "".join(chunks)
+    assert "error" in text or "[DONE]" in text  # cut off, or it ran on the other core
     assert served.process.wait(120) == 3
     # Whoever notices first: the watch over heartbeats, or vLLM, which ends in order by itself.
     said = served.said()
