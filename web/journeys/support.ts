@@ -43,7 +43,7 @@ export function setUpPages(): Visit {
   return async (url, options = {}, before = () => Promise.resolve()) => {
     const context = await browser.newContext({
       viewport: { width: 1280, height: 800 },
-      // The packaged Chromium has no default language.
+      // The packaged Chromium's own is `en-US@posix`.
       locale: "en-US",
       permissions: ["clipboard-read", "clipboard-write"],
       ...options,

@@ -25,6 +25,15 @@ describe("when something is wrong, the page", () => {
     expect(await page.getByRole("button", { name: "Ask" }).isDisabled()).toBe(true);
   });
 
+  it("is shown in a browser whose language Intl refuses", async () => {
+    const page = await visit(WAITING, {}, (made) =>
+      made.addInitScript(() => {
+        Object.defineProperty(navigator, "language", { value: "en-US@posix", configurable: true });
+      }),
+    );
+    await page.locator(".banner", { hasText: "The engine is starting." }).waitFor();
+  });
+
   it("asks for the key, refuses a wrong one, and accepts the right one", async () => {
     // The engine behind this proxy never starts; only its health is faked.
     const page = await visit(WAITING, {}, (made) =>

@@ -1,4 +1,5 @@
 // Starts the page: live against its server, or from the runs inside an exported file.
+import "./text/language"; // before anything that formats numbers
 import { StrictMode } from "react";
 import { createRoot } from "react-dom/client";
 import { adoptBuckets } from "./colour/sheet";
