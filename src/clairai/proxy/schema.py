@@ -478,6 +478,13 @@ class ReaderState(Answer):
     attached: bool
 
 
+class EngineCore(Answer):
+    """One of several engine cores (`--data-parallel-size`), each with a ring of its own."""
+
+    epoch: str
+    published: int
+
+
 class EngineDescription(Answer, forbid_unknown_fields=False):
     model: str
     points: list[str]
@@ -486,6 +493,9 @@ class EngineDescription(Answer, forbid_unknown_fields=False):
     epoch: str
     published: int
     reader: ReaderState
+    cores: Annotated[
+        list[EngineCore] | UnsetType, Meta(description="in vLLM's order, if there are several")
+    ] = UNSET
 
 
 class Message(RequestBody):

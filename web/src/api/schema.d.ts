@@ -1868,6 +1868,14 @@ export interface components {
             /** @enum {unknown} */
             name: "fp8" | "full8" | "int4" | "raw" | "rp8" | "topk8";
         };
+        /**
+         * EngineCore
+         * @description One of several engine cores (`--data-parallel-size`), each with a ring of its own.
+         */
+        EngineCore: {
+            epoch: string;
+            published: number;
+        };
         /** EngineDescription */
         EngineDescription: {
             model: string;
@@ -1877,6 +1885,8 @@ export interface components {
             epoch: string;
             published: number;
             reader: components["schemas"]["ReaderState"];
+            /** @description in vLLM's order, if there are several */
+            cores?: components["schemas"]["EngineCore"][];
         };
         /**
          * ErrorBody

@@ -45,6 +45,7 @@ function Facts({ connection, engine }: { connection: Connection; engine: EngineD
       {engine && (
         <>
           <Fact name="Model" value={engine.model} />
+          {engine.cores && <Fact name="Engine cores" value={count(engine.cores.length)} />}
           <Fact name="Points" value={engine.points.join(", ")} />
           <Fact name="Rows delivered" value={count(engine.reader.delivered)} />
           <Fact name="Rows lost" value={count(engine.reader.lost)} />
