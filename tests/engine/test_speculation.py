@@ -5,7 +5,6 @@ Greedily, in float32, on a tiny model; each method of speculation against one en
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -211,8 +210,6 @@ def speculation(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Speculating]:
     method = str(request.param)
-    if method == "ngram" and importlib.util.find_spec("numba") is None:
-        pytest.skip("vLLM's n-gram drafter needs numba: pip install numba")
     model = folders.mtp if method == "mtp" else folders.target
     alone = run_alone(model)
     captures = tmp_path_factory.mktemp(method) / "store"
