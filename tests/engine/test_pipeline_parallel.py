@@ -16,14 +16,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from safetensors import safe_open
+from safetensors.numpy import load
 
 import clairai
 from clairai.engine.capture.capture_resolver import is_sampled
 from clairai.points import Point
 from clairai.vector.safetensors_format import dumps
 from tests.engine import attribution, capturing, models, steering
+from tests.engine import server as parts
 from tests.engine.hooked import TOLERANCE, error_of, positions
 from tests.engine.process import EngineFailed, EngineProcess
+from tests.engine.serving import serving
 from tests.engine.steering import Ask
 from tests.fidelity.oracle import hidden_states, relative_error
 from tests.fidelity.steered import Change, Floats, Gated
@@ -327,6 +330,45 @@ def test_a_change_of_the_bank_reaches_the_scores_of_every_stage(
 def test_a_killed_rank_of_the_first_stage_ends_the_engine(stages: EngineProcess) -> None:
     with pytest.raises(EngineFailed, match=r"EngineDeadError|EngineCore encountered an issue"):
         stages.call(_kill_first_rank)
+
+
+@pytest.mark.layouts
+def test_a_client_of_a_server_gets_the_rows_of_both_stages_as_one_capture(
+    cut_model: Path, tmp_path: Path
+) -> None:
+    options = (
+        *("--pipeline-parallel-size", "2", "--dtype", "float32", "--enforce-eager"),
+        *("--max-model-len", "128", "--max-num-seqs", "4", "--block-size", "32"),
+    )
+    cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    probe = clairai.Probe("deep", Point.parse("post_block.3"), np.ones(parts.WIDTH, np.float32))
+    ours = ("--capture", str(tmp_path / "store"))
+    prompt, points = [*range(100, 130)], ["pre_attn.0", "post_block.3"]
+    body = {
+        "model": parts.MODEL,
+        "prompt": prompt,
+        "max_tokens": 12,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "clairai": {"capture": {"points": points}},
+    }
+    with (
+        serving(cut_model, tmp_path, options, cpu, [probe], ours) as served,
+        served.client() as client,
+    ):
+        answer = client.post("/v1/completions", json=body).json()
+        told = answer["clairai"]["capture"]
+        assert (told["state"], told["lost"]) == ("kept", 0)
+        file = load(client.get(f"/v1/captures/{told['id']}").content)
+        listed = client.get("/v1/captures").json()["data"]
+    assert [one["id"] for one in listed] == [told["id"]]
+    tokens = [*prompt, *answer["choices"][0]["token_ids"]][:-1]
+    truth = hidden_states(str(cut_model), tokens)
+    for number, point in enumerate(sorted(points)):
+        rows_ND = file["rows.values"][file["point"] == number][: len(tokens)]
+        assert len(rows_ND) == len(tokens)
+        assert np.quantile(relative_error(rows_ND, truth[point]), 0.999) <= 1e-5, point
 
 
 def _score(llm: Any, prompts: Any) -> list[tuple[list[int], list[str], NDArray[np.float32]]]:
