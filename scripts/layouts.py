@@ -40,14 +40,8 @@ def _refuse_all(name: str, reason: str) -> Layout:
 
 
 _UNTRIED: Final = {"new weights": "not tried"}
-_STAGES: Final = {
-    "captures": "refused: a folder has one writer",
-    "new weights": "refused: a trainer names all tensors",
-}
-_CORES: Final = {
-    "captures": "refused: a folder has one writer",
-    "new weights": "refused: they would reach one core",
-}
+_STAGES: Final = {"new weights": "refused: a trainer names all tensors"}
+_CORES: Final = {"new weights": "refused: they would reach one core"}
 LAYOUTS: Final = (
     Layout(
         "tensor parallel, 2 ranks",

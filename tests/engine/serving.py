@@ -71,8 +71,12 @@ def serving(
     options: Sequence[str],
     environment: Mapping[str, str],
     more: Sequence[Probe] = (),
+    ours: Sequence[str] = (),
 ) -> Iterator[Served]:
-    """Serve the model with the probes of attribution and `more`; `options` are vLLM's."""
+    """Serve the model with the probes of attribution and `more`.
+
+    `options` are vLLM's, and `ours` those of `clairai serve`.
+    """
     runtime = Path(tempfile.mkdtemp(prefix="clairai-"))  # short enough for a socket
     vocabulary_VD = _embeddings(model)
     probes = scratch / "probes"
@@ -84,7 +88,9 @@ def serving(
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "clairai.cli", "serve", str(model)),
-                *("--port", str(port), "--probes", str(probes), "--vllm-log", "-", "--"),
+                *("--port", str(port), "--probes", str(probes), "--vllm-log", "-"),
+                *ours,
+                "--",
                 *options,
             ],
             env={**os.environ, **parts.CPU, **environment, "CLAIRAI_RUNTIME_DIR": str(runtime)},

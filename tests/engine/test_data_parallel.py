@@ -1,4 +1,5 @@
-"""Two engine cores behind one API server (`--data-parallel-size 2`): one proxy reads both rings.
+"""Two engine cores behind one API server (`--data-parallel-size 2`): one proxy reads both rings,
+and what they capture is one store.
 
 The tests run in this order, on one server; the last one kills an engine core.
 """
@@ -11,27 +12,31 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import httpx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from safetensors.numpy import load
 
+import clairai
 from clairai.fields.request_fields import new_stream_id
 from clairai.points import Point
 from clairai.probe.files import dumps
 from clairai.probe.model import Probe
 from clairai.ring.attach import RingReader
 from clairai.ring.reader import Record
+from clairai.store.disk import claim_folder
+from clairai.store.recover import verify
 from clairai.wire import ring_messages
 from tests.engine import attribution
 from tests.engine import server as parts
 from tests.engine.attribution import Sent, Verdict
 from tests.engine.serving import Served, serving
-from tests.fidelity.oracle import hidden_states
+from tests.fidelity.oracle import hidden_states, relative_error
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 DIED: Final = "died unexpectedly (exit code: "  # v1/executor/multiproc_executor.py, 0.32
@@ -56,9 +61,17 @@ def _deep_probe(name: str, seed: int) -> Probe:
 
 
 @pytest.fixture(scope="module")
-def served(cut_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("captures") / "store"
+
+
+@pytest.fixture(scope="module")
+def served(
+    cut_model: Path, captures: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     scratch = tmp_path_factory.mktemp("cores")
-    with serving(cut_model, scratch, OPTIONS, CPU, [_deep_probe("deep", 1)]) as found:
+    deep, ours = [_deep_probe("deep", 1)], ("--capture", str(captures))
+    with serving(cut_model, scratch, OPTIONS, CPU, deep, ours) as found:
         yield found
 
 
@@ -269,7 +282,144 @@ def _check_deep_scores(served: Served, records: list[Record], sent: Sent, names:
         assert np.quantile(error_T, 0.999) <= 1e-5
 
 
-def test_a_killed_core_ends_the_engine_with_its_reason(served: Served) -> None:
+class Kept(NamedTuple):
+    """A captured request: its id, and for each answer the tokens that were forwarded."""
+
+    id: str
+    tokens: list[list[int]]
+
+    @property
+    def stream(self) -> int:
+        return int(self.id, 16)
+
+
+async def _capture(
+    client: httpx.AsyncClient, prompt: list[int], headers: dict[str, str], *, n: int = 1
+) -> Kept:
+    """Ask for a capture of all tokens at all points; the response says that all is safe."""
+    body = {
+        "model": parts.MODEL,
+        "prompt": prompt,
+        "n": n,
+        "max_tokens": 12,
+        "temperature": 1.0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    asked: dict[str, Any] = {"capture": True}
+    is_proxy = client.base_url.host == "127.0.0.1"
+    body |= {"clairai": asked} if is_proxy else {"vllm_xargs": {"clairai": json.dumps(asked)}}
+    response = await client.post("/v1/completions", json=body, headers=headers)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    tokens = [[*prompt, *one["token_ids"]][:-1] for one in answer["choices"]]
+    told = answer["clairai"]["capture"]
+    assert (told["state"], told["lost"], told.get("reason")) == ("kept", 0, None)
+    assert told["rows"] >= 2 * sum(map(len, tokens))  # at two points
+    return Kept(told["id"], tokens)
+
+
+def _check_capture(
+    served: Served, kept: Kept, choice: int, rows: Mapping[str, Any], truth: Mapping[str, Any]
+) -> None:
+    """`rows`: of one answer at one point each. An engine ahead may have one row more."""
+    tokens = kept.tokens[choice]
+    for point in ("pre_attn.0", str(DEEP)):
+        found_ND = np.asarray(rows[point])[: len(tokens)]
+        assert len(found_ND) == len(tokens)
+        if point == "pre_attn.0":  # the embedding of the token, to the bit
+            np.testing.assert_array_equal(found_ND, served.vocabulary_VD[tokens])
+        else:
+            assert np.quantile(relative_error(found_ND, truth[point]), 0.999) <= 1e-5
+
+
+@pytest.fixture(scope="module")
+def kept(served: Served) -> list[list[Kept]]:
+    """Three captures of each core, then those of requests whose core vLLM chose."""
+    rng = np.random.default_rng(21)
+
+    def prompt() -> list[int]:
+        return [int(token) for token in rng.integers(5, 30000, rng.integers(3, 40))]
+
+    async def ask() -> list[list[Kept]]:
+        proxy = httpx.AsyncClient(base_url=served.url, timeout=600, trust_env=False)
+        async with served.engine() as engine, proxy as through:
+            cores = [{"X-data-parallel-rank": str(core)} for core in (0, 1)]
+            asked = [[_capture(engine, prompt(), core) for _ in range(3)] for core in cores]
+            asked.append([_capture(through, prompt(), {}, n=1 + at % 3) for at in range(12)])
+            return [await asyncio.gather(*of_core) for of_core in asked]
+
+    return asyncio.run(ask())
+
+
+def test_captures_of_both_cores_are_one_store_with_every_row_in_its_place(
+    served: Served, kept: list[list[Kept]], captures: Path
+) -> None:
+    every = [one for of_core in kept for one in of_core]
+    assert len({one.id for one in every}) == len(every)
+    store = clairai.open(captures)
+    assert {one.stream for one in every} == {one.stream for one in store.requests()}
+    for one in every:
+        request = store.request(one.stream)
+        assert request.choices == (*range(len(one.tokens)),)
+        for choice, tokens in enumerate(one.tokens):
+            rows = {p: store.rows(one.stream, point=p, choice=choice) for p in request.points}
+            assert rows["pre_attn.0"].token_id[: len(tokens)].tolist() == tokens
+            assert rows["pre_attn.0"].position.tolist()[: len(tokens)] == [*range(len(tokens))]
+            truth = hidden_states(str(served.model), tokens)
+            _check_capture(served, one, choice, rows, truth)
+    for core in (0, 1):  # each wrote its own, and others that vLLM gave it
+        part = {one.stream for one in clairai.open(captures / f"engine-core-{core}").requests()}
+        assert {one.stream for one in kept[core]} <= part
+        assert part.isdisjoint(one.stream for one in kept[1 - core])
+        assert part & {one.stream for one in kept[2]}
+
+
+def test_clients_see_the_captures_of_both_cores_as_one_list(
+    served: Served, kept: list[list[Kept]]
+) -> None:
+    every = [one for of_core in kept for one in of_core]
+    with served.client() as client:
+        listed = client.get("/v1/captures").json()
+        assert {one["id"] for one in listed["data"]} == {one.id for one in every}
+        assert all((one["state"], one["lost"]) == ("kept", 0) for one in listed["data"])
+        assert listed["rows"] == sum(one["rows"] for one in listed["data"])
+        names = ["fs of engine core 0", "fs of engine core 1"]
+        assert [(one["name"], one["state"]) for one in listed["consumers"]] == [
+            (name, "writing") for name in names
+        ]
+        newest = client.get("/v1/captures?limit=2").json()["data"]
+        assert [one["id"] for one in newest] == [one["id"] for one in listed["data"][:2]]
+        for one in every:
+            file = load(client.get(f"/v1/captures/{one.id}?point=pre_attn.0").content)
+            for choice, tokens in enumerate(one.tokens):
+                is_own = file["choice"] == choice
+                found_ND = file["rows.values"][is_own][: len(tokens)]
+                np.testing.assert_array_equal(found_ND, served.vocabulary_VD[tokens])
+        assert client.get("/health").json()["status"] == "ready"
+        assert client.get("/v1/captures/00000000000000ff").status_code == 404
+
+
+def test_a_captured_request_cannot_choose_a_stream_that_another_core_may_have(
+    served: Served, captures: Path
+) -> None:
+    fields = {"stream": new_stream_id(), "capture": True}
+
+    async def ask() -> httpx.Response:
+        body = {"model": parts.MODEL, "prompt": "Once", "max_tokens": 2}
+        async with served.engine() as engine:
+            xargs = {"vllm_xargs": {"clairai": json.dumps(fields)}}
+            return await engine.post("/v1/completions", json=body | xargs)
+
+    response = asyncio.run(ask())
+    assert response.status_code == 400, response.text
+    assert "cannot choose its stream" in response.json()["error"]["message"]
+    assert not clairai.open(captures).has(fields["stream"])
+
+
+def test_a_killed_core_ends_the_engine_with_its_reason_and_leaves_what_was_kept(
+    served: Served, kept: list[list[Kept]], captures: Path
+) -> None:
     readers = served.rings()
     pid = readers[1].welcome.pid
     for reader in readers:
@@ -288,3 +438,11 @@ def test_a_killed_core_ends_the_engine_with_its_reason(served: Served) -> None:
     # Whoever notices first: the watch over heartbeats, or vLLM, which ends in order by itself.
     said = served.said()
     assert f"(process {pid}) has ended" in said or DIED in said, said
+    store = clairai.open(captures)
+    for one in (one for of_core in kept for one in of_core):
+        for choice, tokens in enumerate(one.tokens):
+            rows = store.rows(one.stream, point="pre_attn.0", choice=choice)
+            np.testing.assert_array_equal(rows[: len(tokens)], served.vocabulary_VD[tokens])
+    for core in (0, 1):  # both writers have ended, and a restarted engine finds their folders whole
+        with claim_folder(captures / f"engine-core-{core}") as disk:
+            assert [one.fault for one in verify(disk) if one.fault] == []

@@ -1,4 +1,4 @@
-"""Two stages, with one rank each and with two: a row has the scores of all of them.
+"""Two stages, with one rank each and with two: a row has the scores of all, a capture the rows.
 
 The tests run in this order, on one engine for each layout; the last one kills a rank.
 """
@@ -16,15 +16,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from safetensors import safe_open
+from safetensors.numpy import load
 
 import clairai
+from clairai.engine.capture.capture_resolver import is_sampled
 from clairai.points import Point
 from clairai.vector.safetensors_format import dumps
-from tests.engine import attribution, models, steering
+from tests.engine import attribution, capturing, models, steering
+from tests.engine import server as parts
 from tests.engine.hooked import TOLERANCE, error_of, positions
 from tests.engine.process import EngineFailed, EngineProcess
+from tests.engine.serving import serving
 from tests.engine.steering import Ask
-from tests.fidelity.oracle import hidden_states
+from tests.fidelity.oracle import hidden_states, relative_error
 from tests.fidelity.steered import Change, Floats, Gated
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
@@ -43,6 +47,8 @@ PLAN: Final = attribution.Plan(
 )
 PROMPTS: Final = (tuple(range(100, 150)), tuple(range(300, 320)), (7,))
 WIDTH: Final = 64
+SHARE: Final = 2**-12  # of requests that are captured without asking for it
+RULED: Final = [stream for stream in range(1, 1 << 16) if is_sampled(stream, SHARE)][:2]
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +69,15 @@ def vocabulary_VD(model: Path) -> NDArray[np.float32]:
         pytest.param(2, id="tp2-pp2", marks=pytest.mark.layouts),
     ],
 )
-def stages(request: pytest.FixtureRequest, model: Path, runtime: Path) -> Iterator[Any]:
-    num_ranks = int(request.param)
+def stages(
+    request: pytest.FixtureRequest,
+    model: Path,
+    runtime: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Any]:
+    num_ranks, ruling = int(request.param), PROBES[1]
+    folder = tmp_path_factory.mktemp("staged")
+    clairai.save(folder / "ruling.safetensors", ruling)
     with EngineProcess(
         runtime=runtime,
         environment={
@@ -85,10 +98,21 @@ def stages(request: pytest.FixtureRequest, model: Path, runtime: Path) -> Iterat
         enable_prefix_caching=True,
         pipeline_parallel_size=2,
         tensor_parallel_size=num_ranks,
-        additional_config=clairai.config(points=list(POINTS), capacity=8, steering=True),
+        additional_config=clairai.config(
+            points=list(POINTS),
+            probes=folder / "ruling.safetensors",
+            capacity=8,
+            steering=True,
+            capture={
+                "folder": str(folder / "store"),
+                "sample": SHARE,
+                "when": {"probe": ruling.name, "above": _between(model, ruling)},
+            },
+        ),
     ) as engine:
         points = {Point.parse(point): row.astype(np.float32) for point, row in ROWS.items()}
         engine.call(steering.put, [dumps(clairai.Vector("v", points))])
+        engine.call(_remove, ruling.name)  # the load has probes of its own
         yield engine
 
 
@@ -106,6 +130,16 @@ def _row(seed: int) -> Floats:
 ROWS: Final = {point: _row(20 + seed) for seed, point in enumerate(POINTS[1:])}
 GATE: Final = "at:pre_attn.0"
 PROBES: Final = tuple(_probe(point, seed) for seed, point in enumerate(POINTS))
+
+
+def _highest(model: Path, probe: clairai.Probe, tokens: tuple[int, ...]) -> float:
+    states_TD = hidden_states(str(model), list(tokens))[str(probe.point)]
+    return float((states_TD.astype(np.float64) @ probe.direction_D).max())
+
+
+def _between(model: Path, probe: clairai.Probe) -> float:
+    """A threshold that one of the first two prompts reaches."""
+    return float(np.mean([_highest(model, probe, tokens) for tokens in PROMPTS[:2]]))
 
 
 def test_every_row_belongs_to_its_request(
@@ -132,6 +166,106 @@ def test_a_row_has_the_scores_of_all_stages_as_one_process_computes_them(
             found_T = scores_TP[:, names.index(probe.name)]
             error_T = np.abs(found_T - states_TD @ direction_D) / size_T
             assert np.quantile(error_T, 0.999) <= 1e-5, probe.name
+
+
+@pytest.mark.parametrize(
+    "points",
+    [("post_attn.1",), ("post_block.3",), POINTS],
+    ids=["the-first-stage", "the-last-stage", "both"],
+)
+def test_a_capture_has_the_rows_of_any_stages_as_one_process_computes_them(
+    stages: EngineProcess, model: Path, points: tuple[str, ...]
+) -> None:
+    asks = [
+        capturing.Ask(PROMPTS[0], {"points": list(points)}),
+        capturing.Ask(PROMPTS[2], {"points": list(points), "positions": "prompt"}),
+        capturing.Ask(PROMPTS[0], False),
+    ]
+    # Alone: vLLM's CPU build cannot cut the prompt of a request with a seed.
+    two = capturing.Ask(PROMPTS[1], {"points": list(points), "positions": "generated"}, n=2)
+    (whole,), (prompt,), (left_out,) = stages.call(capturing.capture, asks)
+    (both,) = stages.call(capturing.capture, [two])
+    asked, answers = [*asks[:2], two, two], [whole, prompt, *both]
+    expected = [range(len(PROMPTS[0]) + 11), range(1), range(20, 31), range(20, 31)]
+    for ask, found, at in zip(asked, answers, expected, strict=True):
+        assert (found.state, found.lost, found.reason) == ("kept", 0, "")
+        assert found.positions == (*at,)
+        # A step that was on its way when the answer ended may have forwarded its last token, too.
+        assert found.told >= len(points) * len(at)
+        _check_rows(model, ask, found, points)
+    assert left_out.state == ""
+
+
+def _check_rows(
+    model: Path, ask: capturing.Ask, found: capturing.Found, points: tuple[str, ...]
+) -> None:
+    tokens = [*ask.prompt, *found.token_ids]
+    assert found.tokens == tuple(tokens[at] for at in found.positions)
+    assert set(found.rows) == set(points)
+    truth = hidden_states(str(model), tokens)
+    for point, rows in found.rows.items():
+        error = relative_error(rows, truth[point][list(found.positions)])
+        assert np.quantile(error, 0.999) <= 1e-5, point
+
+
+def test_captured_rows_are_their_requests_under_load(
+    stages: EngineProcess, vocabulary_VD: NDArray[np.float32]
+) -> None:
+    """At pre_attn.0 a row is the embedding of its token: the first stage sent it, to the bit."""
+    rng = np.random.default_rng(7)
+    shared = tuple(rng.integers(5, 500, 64).tolist())
+    asks = [
+        capturing.Ask(
+            (*shared[: 32 * (number % 3)], *rng.integers(5, 500, 1 + number % 29).tolist()),
+            {"points": ["pre_attn.0", POINTS[1 + number % 4]], "positions": which},
+            num_new=4 + number % 24,
+        )
+        for number, which in enumerate(["all", "generated", "last_prompt", {"from": 3}] * 10)
+    ]
+    found = [one for (one,) in stages.call(capturing.capture, asks)]
+    for ask, one in zip(asks, found, strict=True):
+        assert (one.state, one.lost) == ("kept", 0)
+        tokens = (*ask.prompt, *one.token_ids)
+        assert one.tokens == tuple(tokens[at] for at in one.positions)
+        np.testing.assert_array_equal(one.rows["pre_attn.0"], vocabulary_VD[list(one.tokens)])
+    assert max(one.num_cached for one in found) > 0
+
+
+def test_a_score_of_the_first_stage_decides_what_is_kept(
+    stages: EngineProcess, model: Path
+) -> None:
+    highest = [_highest(model, PROBES[1], tokens) for tokens in PROMPTS[:2]]
+    asks = [
+        capturing.Ask(tokens, None, num_new=1, fields={"stream": stream})
+        for tokens, stream in zip(PROMPTS, RULED, strict=False)
+    ]
+    for ask, own, other in zip(asks, highest, reversed(highest), strict=True):
+        ((found,),) = stages.call(capturing.capture, [ask])
+        if own > other:
+            assert (found.state, found.positions) == ("kept", (*range(len(ask.prompt)),))
+            _check_rows(model, ask, found, POINTS)
+        else:
+            assert (found.state, found.rows) == ("discarded", {})
+            assert found.discarded == len(POINTS) * len(ask.prompt)
+
+
+def test_rows_that_do_not_come_with_their_step_end_the_requests_that_wanted_them(
+    stages: EngineProcess,
+) -> None:
+    """A stage that sends no rows would leave those of another step in their places."""
+    asks = [
+        capturing.Ask(PROMPTS[0], {"points": ["post_attn.1", "post_block.3"]}),
+        capturing.Ask(PROMPTS[0], {"points": ["post_block.3"]}),
+    ]
+    stages.call(_send_no_rows)
+    try:
+        for ask, reason in zip(asks, ("error", "length"), strict=True):
+            (output,) = stages.call(_finish_reasons, [ask])
+            assert output == reason
+    finally:
+        stages.call(_send_rows_again)
+    ((found,),) = stages.call(capturing.capture, asks[:1])
+    assert (found.state, found.lost) == ("kept", 0)
 
 
 def test_rows_are_steered_at_points_of_both_stages_and_through_gates_of_the_first(
@@ -198,6 +332,45 @@ def test_a_killed_rank_of_the_first_stage_ends_the_engine(stages: EngineProcess)
         stages.call(_kill_first_rank)
 
 
+@pytest.mark.layouts
+def test_a_client_of_a_server_gets_the_rows_of_both_stages_as_one_capture(
+    cut_model: Path, tmp_path: Path
+) -> None:
+    options = (
+        *("--pipeline-parallel-size", "2", "--dtype", "float32", "--enforce-eager"),
+        *("--max-model-len", "128", "--max-num-seqs", "4", "--block-size", "32"),
+    )
+    cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    probe = clairai.Probe("deep", Point.parse("post_block.3"), np.ones(parts.WIDTH, np.float32))
+    ours = ("--capture", str(tmp_path / "store"))
+    prompt, points = [*range(100, 130)], ["pre_attn.0", "post_block.3"]
+    body = {
+        "model": parts.MODEL,
+        "prompt": prompt,
+        "max_tokens": 12,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "clairai": {"capture": {"points": points}},
+    }
+    with (
+        serving(cut_model, tmp_path, options, cpu, [probe], ours) as served,
+        served.client() as client,
+    ):
+        answer = client.post("/v1/completions", json=body).json()
+        told = answer["clairai"]["capture"]
+        assert (told["state"], told["lost"]) == ("kept", 0)
+        file = load(client.get(f"/v1/captures/{told['id']}").content)
+        listed = client.get("/v1/captures").json()["data"]
+    assert [one["id"] for one in listed] == [told["id"]]
+    tokens = [*prompt, *answer["choices"][0]["token_ids"]][:-1]
+    truth = hidden_states(str(cut_model), tokens)
+    for number, point in enumerate(sorted(points)):
+        rows_ND = file["rows.values"][file["point"] == number][: len(tokens)]
+        assert len(rows_ND) == len(tokens)
+        assert np.quantile(relative_error(rows_ND, truth[point]), 0.999) <= 1e-5, point
+
+
 def _score(llm: Any, prompts: Any) -> list[tuple[list[int], list[str], NDArray[np.float32]]]:
     """Tokens that were forwarded, the names of the probes, and the scores of every token."""
     from vllm import SamplingParams
@@ -220,6 +393,38 @@ def _score(llm: Any, prompts: Any) -> list[tuple[list[int], list[str], NDArray[n
 
 def _replace(llm: Any, probes: list[clairai.Probe]) -> None:
     clairai.ProbeBank(llm).replace(*probes)
+
+
+def _remove(llm: Any, probe: str) -> None:
+    clairai.ProbeBank(llm).remove(probe)
+
+
+def _finish_reasons(llm: Any, asks: list[capturing.Ask]) -> list[str]:
+    return [output.outputs[0].finish_reason for output in capturing.generate(llm, asks)]
+
+
+def _send_no_rows(llm: Any) -> None:
+    llm.collective_rpc(_forget_rows)
+
+
+def _send_rows_again(llm: Any) -> None:
+    llm.collective_rpc(_remember_rows)
+
+
+def _forget_rows(worker: Any) -> None:
+    from clairai.engine.capture.stage_rows import StageCapture
+
+    del worker
+    planted: Any = StageCapture
+    planted.real_take_rows, planted.take_rows = StageCapture.take_rows, lambda _: None
+
+
+def _remember_rows(worker: Any) -> None:
+    from clairai.engine.capture.stage_rows import StageCapture
+
+    del worker
+    planted: Any = StageCapture
+    planted.take_rows = planted.real_take_rows
 
 
 def _kill_first_rank(llm: Any) -> None:

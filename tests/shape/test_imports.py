@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fields": {*COMMON, "probe", "vector", "store.row_block", "store.codecs", "fields"},
     "capture": {
         *COMMON,
-        *("local", "fields", "store.row_block", "store.codecs", "capture"),
+        *("local", "fields", "store.row_block", "store.codecs", "store.core_folders", "capture"),
         "engine.capture.capture_plan",
     },
     "settings": {"errors", "points", "probe", "vector", "capture.capture_settings"},

@@ -117,6 +117,12 @@ class CrashDisk:
             raise FileNotFoundError(errno.ENOENT, "not there")
         return memoryview(self.files[name].data)
 
+    def core_names(self) -> list[str]:
+        return []
+
+    def core_disk(self, name: str) -> CrashDisk:
+        raise FileNotFoundError(errno.ENOENT, f"{name} is not there")
+
     def free_nbytes(self) -> int:
         return self.room - sum(len(inode.data) for inode in self.files.values())
 

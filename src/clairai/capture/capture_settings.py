@@ -6,11 +6,11 @@ It comes from the settings, or from VLLM_ACT_* environment variables.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from clairai.errors import ConfigError, RequestError, printable, quote
+from clairai.errors import ConfigError, RequestError, UnsupportedError, printable, quote
 from clairai.fields import json_fields
 from clairai.fields.capture import (
     MAX_CONSUMERS,
@@ -21,12 +21,21 @@ from clairai.fields.capture import (
     parse_tags,
 )
 from clairai.fields.positions import ALL_POSITIONS, Positions, parse_positions
+from clairai.store.core_folders import core_folder
 
 _KNOWN: Final = (
     *("folder", "consumers", "points", "positions", "encoder", "to", "tags", "sample", "when"),
     *("staging_mib", "pending_mib", "process"),
 )
 PROCESSES: Final = ("own", "engine")
+# Kinds of consumers that each of several engine cores has one of, and the options that name places:
+# every core has its own below them.
+_PLACES: Final[Mapping[str, tuple[str, ...]]] = {
+    "fs": ("folder",),
+    "npz": ("folder",),
+    "fsspec": ("folder", "url"),
+    "callback": (),
+}
 ALL_POINTS: Final = ("all",)
 RAW: Final = EncoderSpec("raw")
 
@@ -70,6 +79,26 @@ class CaptureSettings:
         given = (consumer.options.get("folder") for consumer in self.consumers)
         return tuple(folder for folder in given if isinstance(folder, str) and folder)
 
+    def check_for_cores(self) -> None:
+        """UnsupportedError for a consumer that several engine cores cannot each have one of."""
+        unknown = next((one for one in self.consumers if one.kind not in _PLACES), None)
+        if unknown is not None:
+            raise UnsupportedError(
+                f"capture consumer {quote(unknown.name)} of kind {quote(unknown.kind)} does not go "
+                f"with data parallelism: every engine core would open one with the same options; "
+                f"use {', '.join(_PLACES)}, or run one server for each engine core"
+            )
+
+    def for_core(self, core: int | None) -> CaptureSettings:
+        """The settings of one of several engine cores, which has folders and a writer of its own.
+
+        `core` is its number; None for an engine with one.
+        """
+        if core is None:
+            return self
+        self.check_for_cores()
+        return replace(self, consumers=tuple(_for_core(one, core) for one in self.consumers))
+
     @classmethod
     def parse(cls, given: object) -> CaptureSettings:
         """ConfigError for a value that is wrong."""
@@ -77,6 +106,16 @@ class CaptureSettings:
             return _parse(json_fields.read_object("capture", given, _KNOWN))
         except RequestError as error:
             raise ConfigError(error.reason) from None
+
+
+def _for_core(consumer: ConsumerSpec, core: int) -> ConsumerSpec:
+    options = {
+        name: core_folder(value, core)
+        if name in _PLACES[consumer.kind] and isinstance(value, str)
+        else value
+        for name, value in consumer.options.items()
+    }
+    return replace(consumer, options=MappingProxyType(options))
 
 
 def _parse(fields: Mapping[str, Any]) -> CaptureSettings:

@@ -8,6 +8,7 @@ changes update the engine's.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class _AnswerState:
     safe: set[str] = field(default_factory=set)  # consumers that have made all of it safe
     lost: dict[str, int] = field(default_factory=dict)  # by consumer
     last_report: AnswerReport | None = None
+    since: float = field(default_factory=time.time)
 
     @property
     def is_live(self) -> bool:
@@ -269,6 +271,7 @@ class CaptureResults:
             places=places,
             label=found.plan.label or "",
             owner=found.plan.owner or "",
+            since=found.since,
         )
 
     def _place(self, name: str, answer: AnswerId, found: _AnswerState) -> CapturePlace:

@@ -14,8 +14,10 @@ from clairai.cli.output import print_table, print_values, show_progress
 
 if TYPE_CHECKING:
     from clairai.batch.run_job import CaptureJob, JobProgress
+    from clairai.store.disk import LocalDisk
     from clairai.store.read import Store, StoredRequest
     from clairai.store.repair import RepairPlan
+    from clairai.store.shard_manifest import ShardEntry
 
 capture = typer.Typer(help="Captured rows on disk.", no_args_is_help=True)
 export = typer.Typer(help="Captured rows as files of other kinds.", no_args_is_help=True)
@@ -152,16 +154,14 @@ def verify(folder: Folder) -> None:
     from clairai.store.disk import LocalDisk
     from clairai.store.recover import uncommitted_shards
     from clairai.store.recover import verify as verify_files
-    from clairai.store.shard_manifest import parse_manifest
 
-    disk = LocalDisk(folder)
-    names = disk.names()
-    num_files = len(parse_manifest(disk.read("manifest")).entries) + 1 if "manifest" in names else 1
-    checked = list(show_progress(verify_files(disk), num_files, "verifying"))
+    disks = [LocalDisk(part) for part in _written_folders(folder)]
+    files = (one for disk in disks for one in verify_files(disk))
+    checked = list(show_progress(files, sum(map(_count_files, disks)), "verifying"))
     faults = [one for one in checked if one.fault]
     for one in faults:
         typer.echo(f"bad   {one.name}: {one.fault}", err=True)
-    for name in uncommitted_shards(disk):
+    for name in (name for disk in disks for name in uncommitted_shards(disk)):
         typer.echo(f"note  {name} is in no line of the manifest, and is not shown", err=True)
     typer.echo(
         f"{len(checked) - len(faults)} of {len(checked)} files are good, "
@@ -170,6 +170,23 @@ def verify(folder: Folder) -> None:
     )
     if faults:
         raise typer.Exit(1)
+
+
+def _count_files(disk: LocalDisk) -> int:
+    from clairai.store.disk import MANIFEST
+    from clairai.store.shard_manifest import parse_manifest
+
+    return 1 + len(parse_manifest(disk.read(MANIFEST)).entries) if MANIFEST in disk.names() else 1
+
+
+def _written_folders(folder: Path) -> list[Path]:
+    """The folder itself, and those of engine cores below it; each has a writer of its own."""
+    from clairai.store.disk import MANIFEST, LocalDisk, is_shard
+
+    disk = LocalDisk(folder)
+    cores = [folder / name for name in disk.core_names()]
+    is_written = any(name == MANIFEST or is_shard(name) for name in disk.names())
+    return [folder, *cores] if is_written or not cores else cores
 
 
 @capture.command()
@@ -187,6 +204,9 @@ def repair(
     from clairai.store.disk import UnmappedDisk, claim_folder
     from clairai.store.repair import apply_repair, plan_repair
 
+    if folder not in (parts := _written_folders(folder)):
+        names = ", ".join(part.name for part in parts)
+        raise typer.BadParameter(f"{folder} has a folder for each engine core; name one: {names}")
     if not apply:
         plan = plan_repair(UnmappedDisk(folder))
         _print_repair(plan)
@@ -225,14 +245,24 @@ def send(
     url: Annotated[str, typer.Argument(metavar="URL", help="Such as s3://bucket/captures.")],
 ) -> None:
     """Send what was committed, and not sent before, to an address. Needs `clairai[fsspec]`."""
-    from clairai.store.disk import claim_folder
     from clairai.store.read import open as open_store
-    from clairai.store.send_shards import ShardSender
 
     total = len(open_store(folder).shards)
-    with claim_folder(folder) as disk:
-        sent = list(show_progress(ShardSender(disk, url).send(), total, "sending"))
+    shards = (
+        entry for part in _written_folders(folder) for entry in _send_folder(part, folder, url)
+    )
+    sent = list(show_progress(shards, total, "sending"))
     typer.echo(f"{len(sent)} shards sent, {sum(entry.nbytes for entry in sent)} bytes")
+
+
+def _send_folder(part: Path, folder: Path, url: str) -> Iterator[ShardEntry]:
+    """That of an engine core goes to a place of the same name below the address."""
+    from clairai.store.disk import claim_folder
+    from clairai.store.send_shards import ShardSender
+
+    to = url if part == folder else f"{url.rstrip('/')}/{part.name}"
+    with claim_folder(part) as disk:
+        yield from ShardSender(disk, to).send()
 
 
 @export.command()

@@ -65,9 +65,12 @@ class Admission:
         control: CoreControl,
         captures: CaptureResolver | None = None,
         used: UsedStreams | None = None,
+        *,
+        has_other_cores: bool = False,
     ) -> None:
-        """Without `captures` nothing is captured."""
+        """Without `captures` nothing is captured. `has_other_cores`: they capture, too."""
         self._control, self._captures = control, captures
+        self._has_other_cores = has_other_cores
         self._used = used or UsedStreams()
         self._secret = secrets.token_bytes(16)
         # An owner disappears with the last vLLM request that refers to it.
@@ -83,7 +86,9 @@ class Admission:
             steering = self._resolve_steering(fields, request)
             capture = self._resolve_capture(fields, request, stream, steering)
             owner = self._own_stream(stream, parent, choice)
-            if capture is not None and self._used.is_stored(stream, parent):
+            if capture is not None and self._has_other_cores:
+                _require_drawn(fields)
+            elif capture is not None and self._used.is_stored(stream, parent):
                 raise _used_stream(stream, "has rows of another request in the folder of captures")
             claim = None if steering is None else self._control.registry.claim(steering)
         except ClairaiError as error:
@@ -179,6 +184,15 @@ class Admission:
             if is_running or self._used.is_free(stream, parent, choice):
                 break
         return stream
+
+
+def _require_drawn(fields: RequestFields) -> None:
+    """Another engine core may capture under the same stream id, and nobody would know."""
+    if fields.stream is not None and not fields.drawn:
+        raise RequestError(
+            "with several engine cores a request that is captured cannot choose its stream, which "
+            "a request of another core may have; leave it out: the response says which it was given"
+        )
 
 
 def _used_stream(stream: int, why: str) -> RequestError:

@@ -2,7 +2,7 @@
 
 KVCacheManager.get_computed_blocks   v1/core/kv_cache_manager.py   0.26:207   0.32:264
 
-Runs in: the engine core (resolver, prefix cache) and the first worker (the rest).
+Runs in: the engine core (resolver, prefix cache) and the worker with the ring (the rest).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from clairai.compat.kv_connectors import KEYED_CONNECTORS, find_unkeyed_connecto
 from clairai.compat.model_sites import Sites
 from clairai.engine.capture.capture_resolver import CaptureResolver, EngineShape
 from clairai.engine.capture.row_copier import RowCopier
+from clairai.engine.capture.stage_rows import EarlierRows
 from clairai.engine.capture.worker_capture import WorkerCapture
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.errors import UnsupportedError
@@ -27,6 +28,7 @@ from clairai.store.codecs.raw import STORED_DTYPES
 from clairai.store.codecs.rp8 import Rp8
 
 FINGERPRINT_VALUES: Final = 64  # sampled from each parameter
+EARLIER_WEIGHTS: Final = "clairai_earlier_weights"  # of the worker: fingerprints of earlier stages
 
 
 def make_capture_resolver(vllm_config: Any, resolved: ResolvedSettings) -> CaptureResolver:
@@ -94,8 +96,13 @@ class _ShorterRequest:
         return getattr(self._request, name)
 
 
-def make_capture(worker: Any, settings: CaptureSettings, sites: Sites) -> WorkerCapture:
-    """The worker's step listener for captures, with its backend running and its consumers open."""
+def make_capture(
+    worker: Any, settings: CaptureSettings, sites: Sites, earlier: EarlierRows | None
+) -> WorkerCapture:
+    """The worker's step listener for captures, with its backend running and its consumers open.
+
+    `earlier`: what other stages of a pipeline send; None without stages.
+    """
     tables, publisher = worker.clairai_tables, worker.clairai_step_publisher
     engine = EngineInfo(
         model=publisher.info.model,
@@ -114,10 +121,10 @@ def make_capture(worker: Any, settings: CaptureSettings, sites: Sites) -> Worker
         backend.close()
         raise
     publisher.weights_listeners.append(functools.partial(_rename_weights, worker, backend))
-    return WorkerCapture(copier, backend, _stash_indexes(sites, tables), publisher)
+    return WorkerCapture(copier, backend, stash_indexes(sites, tables), publisher, earlier)
 
 
-def _stash_indexes(sites: Sites, tables: ScoreTables) -> dict[str, int]:
+def stash_indexes(sites: Sites, tables: ScoreTables) -> dict[str, int]:
     """Where the rows of each tapped point lie in the stash."""
     return {
         str(point): tables.sites.index(site)
@@ -134,6 +141,8 @@ def _rename_weights(worker: Any, backend: CaptureBackend, version: int) -> None:
 def name_weights(worker: Any, version: int | None) -> str:
     """What stored rows say about their weights: the engine's version, and a fingerprint."""
     fingerprint = fingerprint_weights(worker.model_runner.get_model())
+    if earlier := getattr(worker, EARLIER_WEIGHTS, ""):  # as they were loaded; the version changes
+        fingerprint = hashlib.sha256(f"{earlier} {fingerprint}".encode()).hexdigest()[:16]
     return fingerprint if version is None else f"{version}-{fingerprint}"
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Final
 
+from clairai.capture.capture_settings import CaptureSettings
 from clairai.compat.kv_connectors import KEYED_CONNECTORS, find_unkeyed_connector
 from clairai.errors import UnsupportedError
 from clairai.settings import Settings
@@ -251,19 +252,17 @@ def check_modes(vllm_config: Any) -> None:
         )
 
 
-def check_core_settings(vllm_config: Any, *, is_capturing: bool, accepts_weights: bool) -> None:
+def check_core_settings(
+    vllm_config: Any, captures: CaptureSettings | None, *, accepts_weights: bool
+) -> None:
     """Refuse what several engine cores cannot do together.
 
     Asked where the engine's config is made: a core of a model without experts knows of no others.
     """
     if count_cores(vllm_config) == 1:
         return
-    if is_capturing:
-        raise UnsupportedError(
-            "captures do not go with data parallelism: every engine core would write the same "
-            "folder, and a folder has one writer; run one server for each, or serve without "
-            "`capture`"
-        )
+    if captures is not None:
+        captures.check_for_cores()
     if accepts_weights:
         raise UnsupportedError(
             "new weights do not go with data parallelism: a trainer's tensors reach one engine "
@@ -277,21 +276,12 @@ def check_core_settings(vllm_config: Any, *, is_capturing: bool, accepts_weights
         )
 
 
-def check_stage_settings(vllm_config: Any, *, is_capturing: bool, accepts_weights: bool) -> None:
+def check_stage_settings(vllm_config: Any, *, accepts_weights: bool) -> None:
     """Refuse what the stages of a pipeline do not do together yet."""
-    if not _has_stages(vllm_config):
-        return
-    refused = {
-        "captures (each stage holds other points, and a folder has one writer)": is_capturing,
-        "new weights (each stage holds other tensors than a trainer's manifest names)": (
-            accepts_weights
-        ),
-    }
-    reasons = [reason for reason, is_asked in refused.items() if is_asked]
-    if reasons:
+    if _has_stages(vllm_config) and accepts_weights:
         raise UnsupportedError(
-            f"pipeline parallelism does not go with {'; '.join(reasons)}; leave it out, or serve "
-            f"with pipeline_parallel_size 1"
+            "pipeline parallelism does not go with new weights (each stage holds other tensors "
+            "than a trainer's manifest names); leave it out, or serve with pipeline_parallel_size 1"
         )
 
 

@@ -28,6 +28,7 @@ from clairai.store.stored_streams import StoredStreams
 from clairai.weights.manifest import changes_model, parse_manifest
 
 MIN_GATE_SLOTS: Final = 4096
+CORES_KEY: Final = "clairai_cores"  # of additional_config: how many there are, if several
 _CONTROL: Final = "clairai_core_control"
 
 
@@ -130,11 +131,28 @@ def _has_begun(request: Any, unfinished: Counter[int]) -> bool:
     return owner is not None and owner.num_admitted > unfinished[id(owner)]
 
 
+def find_core_number(vllm_config: Any) -> int | None:
+    """Which of several engine cores this is; None if it is the only one.
+
+    A core of a model without experts is told of none but itself, so we tell it (install.py). Its
+    number: config/parallel.py data_parallel_index, 0.32:439; before, all were on one machine, and
+    v1/engine/core.py run_engine_core, 0.26, sets data_parallel_rank_local.
+    """
+    if not vllm_config.additional_config.get(CORES_KEY):
+        return None
+    parallel = vllm_config.parallel_config
+    number = getattr(parallel, "data_parallel_index", None)
+    return int(parallel.data_parallel_rank_local if number is None else number)
+
+
 def make_core_capture_resolver(core: Any) -> CaptureResolver:
     return make_capture_resolver(core.vllm_config, resolve_engine_settings(core.vllm_config))
 
 
 def make_used_streams(core: Any) -> UsedStreams:
+    """Of several cores, none looks into the folders: streams of captured requests are drawn."""
+    if find_core_number(core.vllm_config) is not None:
+        return UsedStreams()
     captures = get_settings(core.vllm_config).capture_settings
     folders = () if captures is None else captures.folders
     return UsedStreams(StoredStreams(folders) if folders else None)

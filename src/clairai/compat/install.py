@@ -95,6 +95,7 @@ def wrap_create_engine_config(original: Any) -> Any:
         call = inspect.signature(original).bind(self, *args, **kwargs)
         if is_enabled_for(config):
             _check_core_settings(config)
+            _tell_cores(config)
             _keep_scores_offline(config, call.arguments.get("usage_context"))
         return config
 
@@ -105,8 +106,21 @@ def _check_core_settings(config: Any) -> None:
     from clairai.compat.check_engine import check_core_settings
     from clairai.compat.engine_core import get_settings
 
-    is_capturing = get_settings(config).capture_settings is not None
-    check_core_settings(config, is_capturing=is_capturing, accepts_weights=accepts_weights(config))
+    captures = get_settings(config).capture_settings
+    check_core_settings(config, captures, accepts_weights=accepts_weights(config))
+
+
+def _tell_cores(config: Any) -> None:
+    """Cores get this config, and vLLM tells those of a model without experts of no others.
+
+    ParallelConfig.reconfigure_for_independent_dp_rank, 0.32:1172.
+    """
+    from clairai.compat.engine_core import CORES_KEY
+
+    parallel = getattr(config, "parallel_config", None)
+    num_cores = int(getattr(parallel, "data_parallel_size", 1))
+    if num_cores > 1:
+        config.additional_config = {**config.additional_config, CORES_KEY: num_cores}
 
 
 def _keep_scores_offline(config: Any, usage: Any) -> None:
@@ -128,6 +142,7 @@ def _wrap_preprocess_add_request(original: Any) -> Any:
     from clairai.compat import kv_connectors
     from clairai.compat.admission import Admission
     from clairai.compat.engine_core import (
+        find_core_number,
         get_core_control,
         make_core_capture_resolver,
         make_used_streams,
@@ -141,7 +156,12 @@ def _wrap_preprocess_add_request(original: Any) -> Any:
             resolver = make_core_capture_resolver(self)
             used = make_used_streams(self)
             kv_connectors.connect(self.scheduler)
-            self.clairai_admission = Admission(get_core_control(self), resolver, used)
+            self.clairai_admission = Admission(
+                get_core_control(self),
+                resolver,
+                used,
+                has_other_cores=find_core_number(self.vllm_config) is not None,
+            )
         admission: Admission = self.clairai_admission
         prepared = admission.prepare(request)
         try:

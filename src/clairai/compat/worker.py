@@ -21,9 +21,16 @@ from typing import Any, Final
 
 from clairai.compat import check_engine, model_ops, model_sites, ranks, step_hooks
 from clairai.compat.block_norms import find_passed_norms
-from clairai.compat.capture_setup import make_capture, make_capture_resolver
+from clairai.compat.capture_setup import (
+    EARLIER_WEIGHTS,
+    fingerprint_weights,
+    make_capture,
+    make_capture_resolver,
+    stash_indexes,
+)
 from clairai.compat.engine_core import (
     CompileKey,
+    find_core_number,
     get_model_name,
     get_settings,
     make_registry,
@@ -37,10 +44,14 @@ from clairai.compat.pipeline_stages import (
     StageHandover,
     connect_stages,
     find_stage,
+    gather_fingerprints,
     join_sites,
+    make_earlier_rows,
+    make_stage_capture,
 )
 from clairai.compat.steering_setup import make_steering
 from clairai.compat.tap_proof import TapProof
+from clairai.engine.capture.stage_rows import EarlierRows
 from clairai.engine.publish.repeat_path import RepeatPath
 from clairai.engine.publish.step_publisher import StepPublisher, WorkerInfo
 from clairai.engine.score.fused_norm import FusedNormSite
@@ -75,11 +86,7 @@ def prepare(worker: Any) -> None:
     if accepts_weights(config):
         check_engine.check_weights_mode(config)
     resolved = resolve_engine_settings(config)
-    check_engine.check_stage_settings(
-        config,
-        is_capturing=resolved.settings.capture_settings is not None,
-        accepts_weights=accepts_weights(config),
-    )
+    check_engine.check_stage_settings(config, accepts_weights=accepts_weights(config))
     # Refuse now what the engine core would refuse later.
     make_registry(config, resolved)
     make_capture_resolver(config, resolved)
@@ -164,15 +171,22 @@ def _install_taps(worker: Any, resolved: ResolvedSettings) -> None:
         _count_memory(model_runner, steer_tables.nbytes)
         listeners.append(steering)
     publisher: StepPublisher | None = None
+    earlier = None if stage.is_alone else _join_capture(worker, settings, names_of_stages)
     if stage.is_publisher:  # every rank of a stage holds the whole stream: one speaks for all
         publisher = worker.clairai_step_publisher = _make_publisher(worker, resolved, sites)
         listeners.append(publisher)
         if settings.capture_settings is not None:
             # After the publisher, because rules wait for the scores.
-            worker.clairai_capture = make_capture(worker, settings.capture_settings, sites)
+            captures = settings.capture_settings.for_core(find_core_number(worker.vllm_config))
+            worker.clairai_capture = make_capture(worker, captures, sites, earlier)
             listeners.append(worker.clairai_capture)
     elif not stage.is_alone:
         worker.clairai_held_bank = HeldBank(tables, _make_bank(worker, resolved, sites))
+        if earlier is not None:
+            places = stash_indexes(sites, tables)
+            sender = make_stage_capture(stage, names_of_stages, tables, places, earlier)
+            worker.clairai_stage_capture = sender
+            listeners.append(sender)
     watch_weights(worker, publisher)
     if listeners:
         repeat_path = RepeatPath() if publisher is None else publisher.repeat_path
@@ -182,9 +196,7 @@ def _install_taps(worker: Any, resolved: ResolvedSettings) -> None:
         inputs, forwards = worker.clairai_inputs, publisher.forwards
         step_hooks.publish_in_graphs(model_runner, inputs, tables, forwards, sites.last)
     if not stage.is_alone:
-        steered = getattr(worker, "clairai_steer_tables", None)
-        handover = StageHandover(stage, names_of_stages, tables, steered)
-        connect_stages(model_runner, handover)
+        _connect_stage(worker, names_of_stages, earlier)
     if settings.is_steering:  # before the first graph is captured, which keeps the address
         worker.clairai_steer_tables.use_token_ids(worker.clairai_inputs().token_ids_T)
     worker.clairai_tap_proof = TapProof(
@@ -193,6 +205,30 @@ def _install_taps(worker: Any, resolved: ResolvedSettings) -> None:
         has_graphs=tables.device.type == "cuda",
     )
     worker.clairai_tap_proof.watch(model_runner.get_model())
+
+
+def _join_capture(
+    worker: Any, settings: Settings, names_of_stages: Sequence[frozenset[str]]
+) -> EarlierRows | None:
+    """What earlier stages of a pipeline send to be captured; None if this rank keeps no rows."""
+    if settings.capture_settings is None:
+        return None
+    stage: Stage = worker.clairai_stage
+    own = fingerprint_weights(worker.model_runner.get_model())
+    setattr(worker, EARLIER_WEIGHTS, " ".join(gather_fingerprints(own)[: stage.index]))
+    tables = worker.clairai_tables
+    return make_earlier_rows(stage, names_of_stages, tables) if tables.is_capturing else None
+
+
+def _connect_stage(
+    worker: Any, names_of_stages: Sequence[frozenset[str]], earlier: EarlierRows | None
+) -> None:
+    steered = getattr(worker, "clairai_steer_tables", None)
+    given = (worker.clairai_stage, names_of_stages, worker.clairai_tables, steered)
+    handover = StageHandover(*given)
+    if earlier is not None:
+        handover.capture_rows(earlier, getattr(worker, "clairai_stage_capture", None))
+    connect_stages(worker.model_runner, handover)
 
 
 def _find_sites(
@@ -249,7 +285,9 @@ def _tap_sites(worker: Any, resolved: ResolvedSettings, sites: Sites, stage: Sta
     all_names = list(dict.fromkeys(sites.site_of[point] for point in resolved.points))
     names = [name for name in all_names if name in sites.modules]
     fused = model_ops.find_fusible(config, sites, names) if settings.fused else []
-    is_capturing = settings.capture_settings is not None and stage.is_publisher
+    # Ranks of a stage send the same; of the last one, one rank stores.
+    keeps_rows = stage.is_publisher or not stage.is_last
+    is_capturing = settings.capture_settings is not None and keeps_rows
     tables = worker.clairai_tables = ScoreTables(
         all_names,
         width=sites.width,
@@ -339,12 +377,9 @@ def _make_publisher(worker: Any, resolved: ResolvedSettings, sites: Sites) -> St
 def _name_shared_engine(config: Any) -> str:
     """What the cores of one engine have in common; empty without others.
 
-    A core knows that it is one of several by its number on this machine, which only those are given
-    (v1/engine/core.py run_engine_core, 0.32:1407); config/vllm.py instance_id, 0.26 and 0.32:425.
+    config/vllm.py instance_id, 0.26 and 0.32:425.
     """
-    if getattr(config.parallel_config, "data_parallel_rank_local", None) is None:
-        return ""
-    return f"{config.instance_id}"
+    return "" if find_core_number(config) is None else f"{config.instance_id}"
 
 
 def _count_memory(model_runner: Any, nbytes: int) -> None:

@@ -25,7 +25,7 @@ MAX_LABEL: Final = 128
 # Of a request to the API server whose stream id was drawn for it alone (`new_stream_id`): the core
 # will not refuse it as used, so the response need not wait until the core has admitted it.
 FRESH_STREAM_HEADER: Final = "X-Clairai-Fresh-Stream"
-_KNOWN: Final = ("stream", "prompt_scores", "steer", "stop", "capture", "label", "owner")
+_KNOWN: Final = ("stream", "prompt_scores", "steer", "stop", "capture", "label", "owner", "drawn")
 _OWNER: Final = re.compile(r"[a-z0-9._-]{1,64}", re.ASCII)
 
 
@@ -40,6 +40,7 @@ class RequestFields:
     capture: CaptureSpec | None = None  # None: the request does not say
     label: str | None = None  # the caller's own name for the request, which decides nothing
     owner: str | None = None  # name of the API key that sent it; the proxy says so
+    drawn: bool = False  # `stream` was drawn for it alone: the proxy or the API server says so
 
     def __post_init__(self) -> None:
         if self.stream is not None and (
@@ -53,6 +54,8 @@ class RequestFields:
             raise RequestError(
                 f"prompt_scores must be true or false, got {quote(self.prompt_scores)}"
             )
+        if type(self.drawn) is not bool:
+            raise RequestError(f"drawn must be true or false, got {quote(self.drawn)}")
         if self.label is not None and not is_label(self.label):
             raise RequestError(
                 f"label must be 1 to {MAX_LABEL} printable characters, got {quote(self.label)}"
@@ -65,6 +68,8 @@ class RequestFields:
         fields: dict[str, Any] = {"prompt_scores": True} if self.prompt_scores else {}
         if self.stream is not None:
             fields["stream"] = self.stream
+        if self.drawn:
+            fields["drawn"] = True
         if self.steer:
             fields["steer"] = [entry.to_json() for entry in self.steer]
         if self.stop:

@@ -88,10 +88,30 @@ class LivenessWatch:
     def look(self, beats: Sequence[Beat]) -> Trouble | None:
         """The worst trouble there is now."""
         self._own_s = self._clock.tick()
-        kept = _newest_writers(beats)
+        kept = self._leave_out_replaced(beats)
         self._watched = {(beat.pid, beat.start_ticks): self._update(beat) for beat in kept}
         found = [trouble for beat in kept if (trouble := self._judge(beat)) is not None]
         return min(found, key=_urgency, default=None)
+
+    def _leave_out_replaced(self, beats: Sequence[Beat]) -> list[Beat]:
+        """Without capture writers that have ended, if another was started after them.
+
+        With several engine cores there are several that live.
+        """
+        writers = [beat for beat in beats if beat.role == "capture-writer"]
+        newest = max(writers, key=lambda one: (one.start_ticks, one.pid), default=None)
+        return [
+            beat
+            for beat in beats
+            if beat.role != "capture-writer" or beat == newest or not self._is_gone(beat)
+        ]
+
+    def _is_gone(self, beat: Beat) -> bool:
+        try:
+            state = self._state_of(beat.pid)
+        except OSError:
+            return False
+        return state is None or _has_ended(beat, state)
 
     def _update(self, beat: Beat) -> _Watched:
         seen = self._watched.get((beat.pid, beat.start_ticks))
@@ -111,7 +131,7 @@ class LivenessWatch:
             state = self._state_of(beat.pid)
         except OSError:  # we have no descriptor: nothing is known that was not known before
             return seen.kind
-        if state is None or state.start_ticks != beat.start_ticks or state.letter in "ZX":
+        if state is None or _has_ended(beat, state):
             return "gone"
         if state.letter == "T":
             return "stopped"
@@ -150,15 +170,10 @@ class LivenessWatch:
         )
 
 
+def _has_ended(beat: Beat, state: ProcessState) -> bool:
+    return state.start_ticks != beat.start_ticks or state.letter in "ZX"
+
+
 def _urgency(trouble: Trouble) -> tuple[bool, bool, float]:
     """The least is the worst: it is fatal, or requests wait, or it is the oldest."""
     return not trouble.is_fatal, not trouble.is_stalling, trouble.since
-
-
-def _newest_writers(beats: Sequence[Beat]) -> list[Beat]:
-    """Of several capture writers only the last one started counts."""
-    writers = sorted(
-        (beat for beat in beats if beat.role == "capture-writer"),
-        key=lambda one: (one.start_ticks, one.pid),
-    )
-    return [beat for beat in beats if beat.role != "capture-writer"] + writers[-1:]

@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -25,7 +24,8 @@ from clairai.server.engine_rpc import EngineRpc, RouteRefusal, require_engine
 from clairai.server.response_fields import capture_fields, is_settled, wait_settled
 from clairai.server.stored_owners import StoredOwners
 from clairai.store.bundle import Bundle
-from clairai.store.disk import MANIFEST
+from clairai.store.core_folders import whole_folder
+from clairai.store.disk import has_captures
 from clairai.wire.capture_messages import (
     OWNER_HEADER,
     Captured,
@@ -169,12 +169,15 @@ async def _require_kept(engine: EngineRpc, id: str, stream: int) -> Sequence[Cap
 
 
 async def _find_folders(engine: EngineRpc, captured: Sequence[Captured]) -> list[str]:
-    """Where the rows can be: where the engine says, or anywhere that it writes to."""
-    folders = dict.fromkeys(place.where for one in captured for place in one.places)
-    if not folders:
+    """Where the rows can be: where the engine says, or anywhere that it writes to.
+
+    Answers of one request may be in the folders of several engine cores, which are read as one.
+    """
+    places = [place.where for one in captured for place in one.places]
+    if not places:
         state = await engine.ask(DescribeCapture(), CaptureState)
-        folders = dict.fromkeys(one.where for one in state.places)
-    return [folder for folder in folders if (Path(folder) / MANIFEST).is_file()]
+        places = [one.where for one in state.places]
+    return [folder for folder in dict.fromkeys(map(whole_folder, places)) if has_captures(folder)]
 
 
 def _file_response(

@@ -21,7 +21,8 @@ from typing import Final
 import msgspec
 
 from clairai.errors import CoresDifferError
-from clairai.wire import control_messages, steering_messages, weights_messages
+from clairai.wire import capture_messages, control_messages, steering_messages, weights_messages
+from clairai.wire.capture_messages import Captured, Captures, CaptureState
 from clairai.wire.control_messages import Control, ControlReply
 from clairai.wire.ring_messages import Refusal
 
@@ -148,6 +149,10 @@ def _merge_replies(control: Control, replies: Sequence[bytes]) -> bytes:
             ]
             assert len(versions) == len(streams)
             return msgspec.msgpack.encode(weights_messages.Versions(tuple(versions)))
+        case capture_messages.FindCaptures() | capture_messages.ListCaptures():
+            return _merge_captures(control, replies)
+        case capture_messages.DescribeCapture():
+            return _merge_capture_states(replies)
         case _:
             return replies[0]
 
@@ -164,3 +169,58 @@ def _merge_changed(replies: Sequence[bytes]) -> bytes:
         return replies[0]
     positions = tuple(position for one in changed for position in one.positions)
     return msgspec.msgpack.encode(msgspec.structs.replace(changed[0], positions=positions))
+
+
+def _merge_captures(
+    control: capture_messages.FindCaptures | capture_messages.ListCaptures,
+    replies: Sequence[bytes],
+) -> bytes:
+    """The answers of each request, whichever cores they ran on."""
+    decoded = [_decode(reply) for reply in replies]
+    lists = [one.found for one in decoded if isinstance(one, Captures)]
+    if len(lists) < len(replies):
+        return next(r for r, one in zip(replies, decoded, strict=True) if isinstance(one, Refusal))
+    if isinstance(control, capture_messages.FindCaptures):
+        joined = [_sort_answers(of_request) for of_request in zip(*lists, strict=True)]
+        return msgspec.msgpack.encode(Captures(tuple(joined)))
+    by_stream: dict[int, list[tuple[Captured, ...]]] = {}
+    for answers in (answers for of_core in lists for answers in of_core if answers):
+        by_stream.setdefault(answers[0].stream, []).append(answers)
+    found = [_sort_answers(parts) for parts in by_stream.values()]
+    found.sort(key=lambda answers: max(one.since for one in answers), reverse=True)
+    return msgspec.msgpack.encode(Captures(tuple(found[: control.limit])))
+
+
+def _sort_answers(parts: Sequence[Sequence[Captured]]) -> tuple[Captured, ...]:
+    answers = (answer for of_core in parts for answer in of_core)
+    return tuple(sorted(answers, key=lambda one: one.choice))
+
+
+def _merge_capture_states(replies: Sequence[bytes]) -> bytes:
+    """Of all cores: numbers added up, and every core's consumers, named for it."""
+    decoded = [_decode(reply) for reply in replies]
+    states = [one for one in decoded if isinstance(one, CaptureState)]
+    if len(states) < len(replies):
+        return next(r for r, one in zip(replies, decoded, strict=True) if isinstance(one, Refusal))
+    places = tuple(
+        msgspec.structs.replace(place, consumer=f"{place.consumer} of engine core {core}")
+        for core, state in enumerate(states)
+        for place in state.places
+    )
+    dropping = [one.dropping_since for one in states if one.dropping_since is not None]
+    failures = [
+        f"engine core {core}: {one.failure}" for core, one in enumerate(states) if one.failure
+    ]
+    merged = CaptureState(
+        places=places,
+        rows=sum(one.rows for one in states),
+        dropped=sum(one.dropped for one in states),
+        discarded=sum(one.discarded for one in states),
+        staging_nbytes=sum(one.staging_nbytes for one in states),
+        pending_nbytes=sum(one.pending_nbytes for one in states),
+        stash_nbytes=sum(one.stash_nbytes for one in states),
+        dropping_since=min(dropping, default=None),
+        # A request may run on any of them.
+        failure="; ".join(failures),
+    )
+    return msgspec.msgpack.encode(merged)

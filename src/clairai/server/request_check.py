@@ -113,14 +113,15 @@ class CheckedRequest:
         return replace(self, fields=replace(self.fields, capture=capture), is_changed=True)
 
     def encode(self, stream: int | None, pins: tuple[str | None, ...]) -> bytes:
-        """The body with this stream id, and with digests for the vectors that are named."""
+        """The body with this stream id, the request's own or one that was drawn for it, and with
+        digests for the vectors that are named."""
         asked = dict(self.asked)
         if any(pins):
             # Entries of steering_vectors fields come last and have no name to pin.
             pairs = zip(asked.get("steer", ()), pins, strict=False)
             asked["steer"] = [entry | ({"digest": pin} if pin else {}) for entry, pin in pairs]
-        if stream is not None:
-            asked["stream"] = stream
+        if stream is not None and stream != self.fields.stream:
+            asked |= {"stream": stream, "drawn": True}
         if self.fields.capture is not None:
             asked["capture"] = self.fields.capture.to_json()
         xargs = {**self.xargs, KEY: msgspec.json.encode(asked).decode()}

@@ -30,6 +30,7 @@ from clairai.errors import (
     describe_os_error,
     quote,
 )
+from clairai.store.core_folders import sort_core_names
 
 IOV_MAX: Final = 1024  # buffers of one writev(2)
 FLUSH_NBYTES: Final = 8 << 20  # how often the kernel is asked to start writing
@@ -47,7 +48,6 @@ _SHARD: Final = re.compile(
     r"[0-9a-f]{16}-[0-9]{8}(-[0-9a-f]{16}(-[a-z_]{1,16}\.[0-9]{1,5})?)?\.(safetensors|npz)",
     re.ASCII,
 )
-
 Buffer = bytes | memoryview
 
 
@@ -74,6 +74,8 @@ class ReadableDisk(Protocol):
     def inode(self, name: str) -> int: ...
     def read(self, name: str) -> bytes: ...
     def view(self, name: str) -> ByteSource: ...
+    def core_names(self) -> list[str]: ...
+    def core_disk(self, name: str) -> ReadableDisk: ...
 
 
 class Disk(ReadableDisk, Protocol):
@@ -221,6 +223,15 @@ class LocalDisk:
                 )
         return sorted(name for name, mode in listed if stat.S_ISREG(mode))
 
+    def core_names(self) -> list[str]:
+        """Return the names of the folders of engine cores below this one, by their numbers."""
+        with os.scandir(self._folder) as entries:
+            found = [one.name for one in entries if one.is_dir(follow_symlinks=False)]
+        return sort_core_names(found)
+
+    def core_disk(self, name: str) -> LocalDisk:
+        return LocalDisk(self.path / name)
+
     def nbytes(self, name: str) -> int:
         return os.stat(name, dir_fd=self._folder, follow_symlinks=False).st_size
 
@@ -275,6 +286,9 @@ class UnmappedDisk(LocalDisk):
     def view(self, name: str) -> ByteSource:
         return UnmappedFile(self, name)
 
+    def core_disk(self, name: str) -> UnmappedDisk:
+        return UnmappedDisk(self.path / name)
+
     def open_for_reading(self, name: str) -> int:
         """Return a descriptor, which the caller closes."""
         return self._open(name, os.O_RDONLY)
@@ -328,6 +342,16 @@ def _sync_if_possible(descriptor: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EROFS, errno.EINVAL, errno.ENOSYS):
             raise  # the others mean that nothing can be written here, so nothing can be undone
+
+
+def has_captures(path: str | os.PathLike[str]) -> bool:
+    """Return whether something was ever committed here, or in the folder of an engine core."""
+    folder = Path(path)
+    try:
+        names = sort_core_names(os.listdir(folder))
+    except OSError:
+        return False
+    return any((folder / name / MANIFEST).is_file() for name in ("", *names))
 
 
 def is_shard(name: str) -> bool:
@@ -438,7 +462,10 @@ def _not_locked(path: Path, error: OSError) -> StoreError:
 @contextmanager
 def claim_folder(path: str | os.PathLike[str]) -> Iterator[ClaimedDisk]:
     """Open a folder, made if it is not there, and keep other writers out until the end."""
-    _make_folder(Path(os.path.abspath(path)))
+    folder = Path(os.path.abspath(path))
+    if sort_core_names([folder.name]):
+        _make_folder(folder.parent)
+    _make_folder(folder)
     disk = ClaimedDisk(path)
     try:
         yield disk

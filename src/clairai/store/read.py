@@ -1,6 +1,7 @@
 """Read a folder of captures: its requests, and their rows as numpy arrays.
 
-A folder can be read while a writer adds to it; a `Store` shows what was committed when it was
+Where several engine cores write, each has a folder of its own below; all are read as one. A folder
+can be read while a writer adds to it; a `Store` shows what was committed when it was
 opened or last refreshed. Files are mapped into memory, checked the first time they are touched, and
 decoded only where rows are indexed.
 
@@ -88,6 +89,32 @@ class _RequestParts:
         )
 
 
+@dataclass
+class _WrittenFolder:
+    """The folder of one writer."""
+
+    disk: ReadableDisk
+    manifest: ParsedManifest = field(default_factory=lambda: ParsedManifest((), 0, ""))
+    version: tuple[int, int] | None = None  # of the manifest that was read
+
+    def refresh(self) -> bool:
+        """Read the manifest if it is another one now. Raises FileNotFoundError without one."""
+        try:
+            self.disk.names()  # refuses a folder with a link or a device in it
+            version = _version(self.disk)
+            if version == self.version:
+                return False
+            data = self.disk.read(MANIFEST)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise StoreError(f"the manifest cannot be read, {error.strerror}") from None
+        manifest = parse_manifest(data)
+        manifest.require_undamaged()
+        self.manifest, self.version = manifest, version
+        return True
+
+
 class Store:
     """A folder of captures, opened for reading."""
 
@@ -95,41 +122,46 @@ class Store:
         self._disk = disk
         self._open_shards: OrderedDict[str, OpenShard] = OrderedDict()
         self._start_nbytes: dict[str, int] = {}  # of the open shards
-        self._manifest = ParsedManifest((), 0, "")
-        self._version: tuple[int, int] | None = None  # of the manifest that was read
+        self._folders = {"": _WrittenFolder(disk)}  # its own, and those of engine cores below it
+        self._entries: tuple[ShardEntry, ...] = ()
+        self._disk_of: dict[str, ReadableDisk] = {}  # by shard: no two writers give one name
         self.refresh()
 
     def refresh(self) -> int:
         """See what was committed since. Returns the number of new shards."""
-        num_known = len(self._manifest.entries)
-        try:
-            self._disk.names()  # refuses a folder with a link or a device in it
-            version = _version(self._disk)
-            if version == self._version:
-                return 0
-            data = self._disk.read(MANIFEST)
-        except FileNotFoundError:
-            raise StoreError("there is no manifest: this is not a folder of captures") from None
-        except OSError as error:
-            raise StoreError(f"the manifest cannot be read, {error.strerror}") from None
-        manifest = parse_manifest(data)
-        manifest.require_undamaged()
-        self._manifest, self._version = manifest, version
-        return len(manifest.entries) - num_known
+        for name in self._disk.core_names():
+            if name not in self._folders:
+                self._folders[name] = _WrittenFolder(self._disk.core_disk(name))
+        found = [_try_refresh(folder) for folder in self._folders.values()]
+        if all(one is None for one in found):
+            raise StoreError("there is no manifest: this is not a folder of captures")
+        if not any(found):
+            return 0
+        num_known = len(self._entries)
+        by_shard = [
+            (entry, folder.disk)
+            for folder in self._folders.values()
+            for entry in folder.manifest.entries
+        ]
+        self._entries = tuple(entry for entry, _ in by_shard)
+        self._disk_of = {entry.name: disk for entry, disk in by_shard}
+        return len(self._entries) - num_known
 
     @property
     def commits(self) -> tuple[CommitLine, ...]:
-        return self._manifest.commits
+        """Of each writer, in their order."""
+        folders = self._folders.values()
+        return tuple(commit for folder in folders for commit in folder.manifest.commits)
 
     @property
     def shards(self) -> tuple[ShardEntry, ...]:
-        return self._manifest.entries
+        return self._entries
 
     def shard(self, entry: ShardEntry) -> OpenShard:
         """Return a shard with its start checked; the last ones stay open."""
         name = entry.name
         if name not in self._open_shards:
-            self._open_shards[name] = open_shard(self._disk, entry)
+            self._open_shards[name] = open_shard(self._disk_of[name], entry)
             self._start_nbytes[name] = 0 if name.endswith(".npz") else entry.head_nbytes
         self._open_shards.move_to_end(name)
         while len(self._open_shards) > 1 and self._is_too_much_open():
@@ -198,6 +230,16 @@ class Store:
             if any(points is None or span.point in points for span in spans):
                 parts.append(ShardRows.select(shard, stream, points, selected, choice))
         return StoredRows.join(parts)
+
+
+def _try_refresh(folder: _WrittenFolder) -> bool | None:
+    """Whether it has changed; None if nothing was ever written there."""
+    try:
+        return folder.refresh()
+    except FileNotFoundError:
+        if folder.version is not None:
+            raise StoreError("the manifest is gone: this is no folder of captures now") from None
+        return None
 
 
 def _version(disk: ReadableDisk) -> tuple[int, int]:

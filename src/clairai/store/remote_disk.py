@@ -10,6 +10,7 @@ import os
 from typing import Any, Final, TypeGuard
 
 from clairai.errors import StoreError, StoreStoppedError, missing_extra, quote
+from clairai.store.core_folders import sort_core_names
 from clairai.store.disk import ByteSource
 
 MAX_URL: Final = 2048
@@ -33,6 +34,7 @@ class RemoteDisk:
             raise StoreError(f"{quote(url)} is no address; give one such as s3://bucket/captures")
         try:
             self._remote, self._root = url_to_fs(url)
+            self._url = url
         except Exception as error:  # every filesystem library has exceptions of its own
             raise StoreError(f"fsspec cannot use this address, {describe(error)}") from None
 
@@ -46,6 +48,12 @@ class RemoteDisk:
         except Exception as error:
             raise _unreadable(error) from None
         return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+
+    def core_names(self) -> list[str]:
+        return sort_core_names(self.names())
+
+    def core_disk(self, name: str) -> RemoteDisk:
+        return RemoteDisk(f"{self._url.rstrip('/')}/{name}")
 
     def nbytes(self, name: str) -> int:
         path = self._path(name)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from clairai.errors import StoreError
-from clairai.store.disk import MANIFEST
+from clairai.store.disk import has_captures
 from clairai.store.read import open as open_store
 
 
@@ -38,7 +38,7 @@ class StoredStreams:
     def _new_streams(self, folder: Path) -> Iterator[int]:
         """What cannot be read is left out: no row of it can be served, so none can be replaced."""
         try:
-            store = open_store(folder) if (folder / MANIFEST).is_file() else None
+            store = open_store(folder) if has_captures(folder) else None
         except StoreError:
             return
         for entry in () if store is None else store.shards:

@@ -37,6 +37,7 @@ class Captured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     places: tuple[CapturePlace, ...] = ()
     label: str = ""  # the caller's own name for the request
     owner: str = ""  # name of the API key that made it; empty if that is not known
+    since: float = 0.0  # when it began, in seconds since 1970: orders those of several engine cores
 
     @property
     def id(self) -> str:

@@ -160,6 +160,12 @@ class OneShardDisk:
     def nbytes(self, name: str) -> int:
         return len(self._files[name])
 
+    def core_names(self) -> list[str]:
+        return []
+
+    def core_disk(self, name: str) -> OneShardDisk:
+        raise FileNotFoundError(name)
+
 
 def parse_folder(data: bytes) -> None:
     """Read a folder as users do, where checksums fit whatever the shard says of itself."""

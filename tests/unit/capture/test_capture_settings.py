@@ -1,4 +1,4 @@
-"""The VLLM_ACT_* variables stand for a capture setting; wrong values are named."""
+"""The VLLM_ACT_* variables stand for a capture setting; engine cores have places of their own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clairai.capture.capture_settings import DEFAULTS, OUTDIR, CaptureSettings
-from clairai.errors import ConfigError
+from clairai.errors import ConfigError, UnsupportedError
 from clairai.settings import Settings, resolve_settings
 
 ON = {"VLLM_ACT_CAPTURE": "1"}
@@ -75,3 +75,24 @@ def test_settings_take_precedence_over_the_variables() -> None:
 def test_a_wrong_value_names_its_variable(name: str, value: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         _setting({**ON, name: value})
+
+
+def test_each_of_several_engine_cores_has_places_of_its_own() -> None:
+    given = {
+        "fs": {"folder": "here", "shard_mib": 8},
+        "far": {"kind": "fsspec", "folder": "staged/", "url": "s3://bucket/captures/"},
+        "mine": {"kind": "callback", "call": "package.module:folder"},
+    }
+    setting = CaptureSettings.parse({"consumers": given, "to": ["fs"]})
+    assert setting.for_core(None) is setting
+    options = [dict(one.options) for one in setting.for_core(3).consumers]
+    assert options == [
+        {"folder": "here/engine-core-3", "shard_mib": 8},
+        {"folder": "staged/engine-core-3", "url": "s3://bucket/captures/engine-core-3"},
+        {"call": "package.module:folder"},
+    ]
+    assert setting.for_core(3).to == ("fs",)
+    other = CaptureSettings.parse({"consumers": {"queue": {"folder": "here"}}})
+    assert other.for_core(None) is other
+    with pytest.raises(UnsupportedError, match="consumer 'queue' of kind 'queue'"):
+        other.for_core(0)

@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 
 from clairai.cli.commands import app
 from clairai.errors import StoreError
+from clairai.store import read
 from clairai.store.write import Writer
 from tests.support.row_blocks import block, values
 
@@ -87,3 +88,24 @@ def test_a_folder_without_captures_is_refused(tmp_path: Path) -> None:
     assert isinstance(_run("index", tmp_path / "nowhere").exception, StoreError)
     assert not (tmp_path / "nowhere").exists()
     assert _run("verify", tmp_path / "empty").exit_code == 1
+
+
+def test_the_folders_of_engine_cores_are_listed_verified_and_sent_together(tmp_path: Path) -> None:
+    folder, to = tmp_path / "s", tmp_path / "sent"
+    for core in (0, 1):
+        with Writer(folder / f"engine-core-{core}") as writer:
+            writer.offer(block(core + 1))
+    assert _run("ls", folder).output.splitlines()[-1].startswith("6 rows in 2 shards, ")
+    assert _run("verify", folder).output.startswith("4 of 4 files are good, 6 rows, ")
+    assert _run("send", folder, f"file://{to}").output.startswith("2 shards sent, ")
+    assert _run("send", folder, f"file://{to}").output.startswith("0 shards sent, ")
+    for found in (read.open(to), read.open(f"file://{to}")):
+        assert [request.stream for request in found.requests()] == [1, 2]
+    refused = _run("repair", folder)
+    assert refused.exit_code == 2
+    assert "engine-core-0, engine-core-1" in " ".join(refused.output.replace("│", "").split())
+    assert _run("repair", folder / "engine-core-1").exit_code == 0
+    assert _run("index", folder).exit_code == 0
+    (shard,) = (folder / "engine-core-1").glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert _run("verify", folder).exit_code == 1

@@ -11,12 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clairai.capture.capture_settings import CaptureSettings
 from clairai.compat.admission import Admission, split_request_id
 from clairai.compat.extra_args import MARK_KEY, read_mark
+from clairai.engine.capture.capture_resolver import CaptureResolver, EngineShape
 from clairai.engine.core_control import CoreControl
 from clairai.engine.step import RequestMark
 from clairai.errors import RequestError
 from clairai.fields.request_fields import MAX_STREAM, request
+from clairai.points import Point
 
 
 @pytest.mark.parametrize(
@@ -259,6 +262,20 @@ def test_a_stream_is_in_use_until_its_last_choice_has_finished() -> None:
     last.finished = True
     with pytest.raises(RequestError, match=USED):
         admission.prepare(incoming(params(stream=5), "8-abcdef12", "8"))
+
+
+def test_of_several_cores_each_captures_only_under_streams_that_were_drawn() -> None:
+    """Another core may have a request with the stream that a caller chose."""
+    shape = EngineShape((Point.parse("post_block.0"),), 1, 8, "float32", {})
+    resolver = CaptureResolver(CaptureSettings.parse({"folder": "unused"}), shape)
+    admission = Admission(CoreControl(None, ()), resolver, has_other_cores=True)
+    with pytest.raises(RequestError, match="captured cannot choose its stream"):
+        admission.prepare(incoming(params(stream=5, capture=True)))
+    drawn = params()
+    drawn.extra_args = {"clairai": {"stream": 5, "capture": True, "drawn": True}}
+    admit(admission, incoming(drawn))
+    admit(admission, incoming(params(stream=6), "1-abcdef12", "1"))
+    admit(admission, incoming(params(capture=True), "2-abcdef12", "2"))
 
 
 def test_a_caller_cannot_write_the_mark_itself() -> None:

@@ -115,6 +115,20 @@ def test_weights_have_a_fingerprint_that_changes_with_them() -> None:
     )
 
 
+def test_the_weights_of_all_stages_are_in_the_name() -> None:
+    model = torch.nn.Linear(4, 4)
+
+    def name(earlier: str) -> str:
+        runner = SimpleNamespace(get_model=lambda: model)
+        worker = SimpleNamespace(model_runner=runner, **{capture_setup.EARLIER_WEIGHTS: earlier})
+        return capture_setup.name_weights(worker, None)
+
+    own = fingerprint_weights(model)
+    assert name("") == own
+    assert len({own, name("a"), name("b")}) == 3
+    assert name("a") == name("a")
+
+
 def test_rows_name_the_weights_that_computed_them() -> None:
     model = torch.nn.Linear(4, 4)
     worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from clairai.capture.capture_settings import CaptureSettings
 from clairai.compat import check_engine, engine_core, worker
 from clairai.compat.check_engine import (
     REFUSED_MODES,
@@ -149,15 +150,17 @@ def test_a_plain_engine_is_served_and_tensor_parallelism_with_it() -> None:
     check_modes(config())
 
 
-def test_engine_cores_of_one_machine_are_served_and_a_captures_folder_is_not_theirs() -> None:
+def test_engine_cores_of_one_machine_are_served_and_capture_with_consumers_that_are_known() -> None:
     several = config("parallel_config.data_parallel_size", 2)
     several.parallel_config.data_parallel_size_local = 2
     check_modes(several)
-    check_core_settings(several, is_capturing=False, accepts_weights=False)
-    with pytest.raises(UnsupportedError, match="a folder has one writer"):
-        check_core_settings(several, is_capturing=True, accepts_weights=False)
+    check_core_settings(several, None, accepts_weights=False)
+    check_core_settings(several, CaptureSettings.parse({"folder": "c"}), accepts_weights=False)
+    others = CaptureSettings.parse({"consumers": {"mine": {"kind": "queue", "folder": "c"}}})
+    with pytest.raises(UnsupportedError, match="consumer 'mine' of kind 'queue' does not go with"):
+        check_core_settings(several, others, accepts_weights=False)
     with pytest.raises(UnsupportedError, match="the others would serve the old ones"):
-        check_core_settings(several, is_capturing=False, accepts_weights=True)
+        check_core_settings(several, None, accepts_weights=True)
 
 
 @pytest.mark.parametrize("balancer", ["data_parallel_external_lb", "data_parallel_hybrid_lb"])
@@ -165,7 +168,7 @@ def test_an_api_server_of_its_own_counts_its_own_engine_cores(balancer: str) -> 
     one = config("parallel_config.data_parallel_size", 8)
     setattr(one.parallel_config, balancer, True)
     check_modes(one)
-    check_core_settings(one, is_capturing=True, accepts_weights=True)
+    check_core_settings(one, CaptureSettings.parse({"folder": "c"}), accepts_weights=True)
 
 
 def test_an_attribute_that_a_release_does_not_have_counts_as_off() -> None:
@@ -215,11 +218,10 @@ def test_speculation_goes_with_one_rank_alone(size: str, monkeypatch: pytest.Mon
 
 def test_speculation_goes_with_one_engine_core_alone() -> None:
     speculating = config("speculative_config", SimpleNamespace(method="eagle"))
-    nothing = {"is_capturing": False, "accepts_weights": False}
-    check_engine.check_core_settings(speculating, **nothing)
+    check_engine.check_core_settings(speculating, None, accepts_weights=False)
     speculating.parallel_config.data_parallel_size = 2
     with pytest.raises(UnsupportedError, match="speculative decoding with data parallelism"):
-        check_engine.check_core_settings(speculating, **nothing)
+        check_engine.check_core_settings(speculating, None, accepts_weights=False)
 
 
 def test_new_weights_do_not_go_with_speculation() -> None:

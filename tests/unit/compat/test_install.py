@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from vllm.usage.usage_lib import UsageContext
 
+from clairai.compat.engine_core import find_core_number
 from clairai.compat.install import wrap_create_engine_config
 
 
@@ -72,3 +73,19 @@ def test_a_variable_of_the_environment_puts_our_key_into_the_config(
     assert create(EngineArgs({"other": 1})).additional_config == {"clairai": {}, "other": 1}
     given = {"clairai": {"points": ["all"]}}
     assert create(EngineArgs(given)).additional_config == given
+
+
+@pytest.mark.parametrize(("num_cores", "number"), [(1, None), (2, 1)])
+def test_a_core_is_told_whether_there_are_others(num_cores: int, number: int | None) -> None:
+    """As vLLM then reconfigures the config of a core, nothing else of it says so."""
+    made = SimpleNamespace(
+        additional_config={"clairai": {"points": ["all"]}},
+        parallel_config=SimpleNamespace(
+            data_parallel_size=num_cores, data_parallel_size_local=num_cores
+        ),
+    )
+    config = wrap_create_engine_config(lambda _: made)(EngineArgs({}))
+    config.parallel_config = SimpleNamespace(
+        data_parallel_size=1, data_parallel_rank_local=0, data_parallel_index=num_cores - 1
+    )
+    assert find_core_number(config) == number

@@ -218,6 +218,16 @@ def test_a_dead_capture_writer_is_told_and_not_fatal_until_a_new_one_beats(scene
     assert scene.run(2.0, beating=(7, 21)) is None
 
 
+def test_the_capture_writers_of_all_engine_cores_are_watched(scene: Scene) -> None:
+    scene.add("capture-writer", 20)
+    scene.add("capture-writer", 21)
+    assert scene.run(2.0, beating=(7, 20, 21)) is None
+    scene.letters[20] = "T"  # not the last that was started
+    found = scene.run(4.0, beating=(7, 21))
+    assert found is not None
+    assert found.reason == "the capture writer (process 20) is suspended"
+
+
 def test_a_core_that_makes_no_progress_is_told_before_a_process_that_no_request_waits_for(
     scene: Scene,
 ) -> None:

@@ -16,6 +16,15 @@ from clairai.engine.worker_control import answer_control
 from clairai.errors import CoresDifferError
 from clairai.server.core_group import CoreGroup
 from clairai.wire import control_messages, ring_messages, steering_messages, weights_messages
+from clairai.wire.capture_messages import (
+    Captured,
+    Captures,
+    CaptureState,
+    ConsumerStatus,
+    DescribeCapture,
+    FindCaptures,
+    ListCaptures,
+)
 from clairai.wire.control_messages import AddProbes, BankState, Control, ControlReply
 from tests.support import toy_publisher as toy
 
@@ -155,3 +164,48 @@ def test_the_core_that_knows_answers(cores: list[Core], tmp_path: Path) -> None:
     versions = weights_messages.Versions
     asked = weights_messages.FindVersions((1, 2, 3))
     assert ask(asked, versions((5, None, None)), versions((None, 6, None))).versions == (5, 6, None)
+
+
+def ask_cores(cores: list[Core], folder: Path, control: Control, *answers: ControlReply) -> Any:
+    for core, answer in zip(cores, answers, strict=True):
+        core.fixed = answer
+    return read(asyncio.run(group(cores, folder).ask(control)))
+
+
+def captured(stream: int, choice: int, since: float) -> Captured:
+    return Captured(stream, choice, "kept", ("post_block.0",), "raw", rows=5, since=since)
+
+
+def test_captures_of_all_cores_are_one_list(cores: list[Core], tmp_path: Path) -> None:
+    one, two, three = captured(1, 0, 10.0), captured(1, 1, 11.0), captured(2, 0, 10.5)
+    ask = ask_cores
+    found = ask(cores, tmp_path, FindCaptures(streams=(1, 2, 3)), Captures(((two,), (), ())),
+                Captures(((one,), (three,), ())))  # fmt: skip
+    assert found.found == ((one, two), (three,), ())  # answers in order; nothing of the third
+    older = captured(4, 0, 9.0)
+    lists = (Captures(((two,), (older,))), Captures(((three,), (one,))))
+    assert ask(cores, tmp_path, ListCaptures(3), *lists).found == ((one, two), (three,), (older,))
+    assert ask(cores, tmp_path, ListCaptures(1), *lists).found == ((one, two),)
+
+
+def test_a_core_that_captures_nothing_speaks_for_all(cores: list[Core], tmp_path: Path) -> None:
+    off = ring_messages.Refusal("capture-off", "this engine does not capture")
+    for control in (FindCaptures(streams=(1,)), ListCaptures(), DescribeCapture()):
+        assert ask_cores(cores, tmp_path, control, off, off) == off
+
+
+def test_numbers_of_all_cores_are_added_up_and_consumers_named(
+    cores: list[Core], tmp_path: Path
+) -> None:
+    first = CaptureState((ConsumerStatus("fs", "/c/engine-core-0"),), 10, 1, 0, 64, 8, 32)
+    failed = ConsumerStatus("fs", "/c/engine-core-1", "failed", "no disk")
+    second = CaptureState((failed,), 20, 0, 3, 64, 0, 32, 5.0, "the capture writer has died")
+    found = ask_cores(cores, tmp_path, DescribeCapture(), first, second)
+    assert [one.consumer for one in found.places] == ["fs of engine core 0", "fs of engine core 1"]
+    assert [one.where for one in found.places] == ["/c/engine-core-0", "/c/engine-core-1"]
+    assert (found.rows, found.dropped, found.discarded) == (30, 1, 3)
+    assert (found.staging_nbytes, found.pending_nbytes, found.stash_nbytes) == (128, 8, 64)
+    assert (found.dropping_since, found.failure) == (
+        5.0,
+        "engine core 1: the capture writer has died",
+    )

@@ -15,7 +15,8 @@ from clairai.errors import StoreError
 from clairai.store import read, shard, write_index
 from clairai.store.codecs.registry import ENCODERS
 from clairai.store.commit_shards import LAYOUTS
-from clairai.store.disk import LocalDisk, is_shard
+from clairai.store.core_folders import core_folder, whole_folder
+from clairai.store.disk import LocalDisk, has_captures, is_shard
 from clairai.store.row_block import RowBlock
 from clairai.store.write import Writer
 from clairai.wire.ring_messages import IMAGE, MEDIA_SHIFT, RECOMPUTED
@@ -206,3 +207,56 @@ def test_without_pyarrow_the_index_is_lines_of_json(
     assert write_index.write_index(store, LocalDisk(tmp_path / "s")) == "index.jsonl"
     (line,) = (tmp_path / "s" / "index.jsonl").read_text().splitlines()
     assert (json.loads(line)["rows"], json.loads(line)["weights"]) == (3, "v1")
+
+
+def test_the_folders_of_several_engine_cores_are_read_as_one(tmp_path: Path) -> None:
+    """Each has a writer of its own; answers of one request may be in several."""
+    folder = tmp_path / "s"
+    _write(Path(core_folder(str(folder), 1)), block(5), block(6))
+    store = read.open(folder)
+    assert [request.stream for request in store.requests()] == [5, 6]
+    other = block(5)
+    other.rows_N["choice"] = 1
+    with Writer(core_folder(str(folder), 0)) as writer:
+        writer.offer(other)
+        writer.offer(block(7))
+        assert [one.stream for one in read.open(folder).requests()] == [5, 6]  # not committed
+    assert store.refresh() == 1
+    assert store.refresh() == 0
+    assert {one.stream: one.choices for one in store.requests()} == {5: (0, 1), 6: (0,), 7: (0,)}
+    assert store.rows(5).choice.tolist() == [0] * 3 + [1] * 3
+    for stream in (6, 7):
+        rows = store.rows(stream)
+        assert np.array_equal(rows, values(stream, np.arange(3), "post_block.3"))
+    _write(folder, block(8))  # the engine now has one core
+    assert store.refresh() == 1
+    assert {one.stream for one in store.requests()} == {5, 6, 7, 8}
+
+
+def test_what_an_engine_core_has_not_written_is_not_there(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    (folder / "engine-core-0").mkdir(parents=True)
+    assert not has_captures(folder)
+    with pytest.raises(StoreError, match="no manifest"):
+        read.open(folder)
+    _write(Path(core_folder(str(folder), 1)), block(5))
+    assert has_captures(folder)
+    assert [request.stream for request in read.open(folder).requests()] == [5]
+    assert whole_folder(core_folder(str(folder), 1)) == whole_folder(str(folder)) == str(folder)
+
+
+def test_a_folder_below_that_no_engine_core_made_is_left_alone(tmp_path: Path) -> None:
+    _write(tmp_path / "s", block(5))
+    for name in ("engine-core-x", "engine-core-01", "engine-core-", "core-1", "engine-core-1.tmp"):
+        _write(tmp_path / "s" / name, block(6))
+    assert [request.stream for request in read.open(tmp_path / "s").requests()] == [5]
+    assert LocalDisk(tmp_path / "s").core_names() == []
+
+
+def test_the_folder_around_those_of_engine_cores_is_private_too(tmp_path: Path) -> None:
+    with Writer(core_folder(str(tmp_path / "s"), 0)):
+        pass
+    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "s").chmod(0o770)
+    with pytest.raises(StoreError, match="can be written by others"):
+        Writer(core_folder(str(tmp_path / "s"), 1))

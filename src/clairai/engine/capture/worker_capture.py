@@ -1,6 +1,7 @@
 """Captures the rows of each step that requests ask for.
 
-Runs in: the worker of the first rank, beside the step publisher; every rank holds the same rows.
+Runs in: the worker with the step publisher. Every rank of a stage holds the same rows; those of
+earlier pipeline stages come with the step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from clairai.capture.backend import CaptureBackend
 from clairai.engine.capture.capture_resolver import steering_json
 from clairai.engine.capture.row_copier import RowCopier, ScoreSource
 from clairai.engine.capture.row_selection import RowSelection, RowSelector
+from clairai.engine.capture.stage_rows import EarlierRows
 from clairai.engine.steer.steering_plan import SteeringPlan
 from clairai.engine.step import ForwardInputs, NewRequest, RequestErrors, StepBatch, try_each
 from clairai.wire import capture_messages
@@ -32,8 +34,11 @@ class WorkerCapture:
         backend: CaptureBackend,
         site_of: Mapping[str, int],
         scores: ScoreSource,
+        earlier: EarlierRows | None = None,
     ) -> None:
+        """`earlier`: rows that other stages of a pipeline send; None without stages."""
         self._copier, self._backend, self._scores = copier, backend, scores
+        self._earlier = earlier
         self._selector = RowSelector(site_of)
         self._selection: RowSelection | None = None  # of the step that runs
         self._batch: StepBatch | None = None  # of that step
@@ -102,6 +107,8 @@ class WorkerCapture:
     def end(self, inputs: Callable[[], ForwardInputs]) -> None:
         selection, self._selection = self._selection, None
         if selection is not None:
+            if self._earlier is not None:
+                self._earlier.fill(selection)
             self._copier.copy(selection, inputs(), self._scores)
 
     def can_skip(self) -> bool:
@@ -120,11 +127,11 @@ class WorkerCapture:
         match control:
             case capture_messages.FindCaptures(request_ids, streams, is_ended):
                 known = [*map(self._streams.get, request_ids), *streams]
-                if is_ended:
+                found = tuple(() if one is None else results.of_stream(one) for one in known)
+                if is_ended and any(found):  # another engine core may have captured them
                     self._end(stream for stream in known if stream is not None)
-                return capture_messages.Captures(
-                    tuple(() if one is None else results.of_stream(one) for one in known)
-                )
+                    found = tuple(() if one is None else results.of_stream(one) for one in known)
+                return capture_messages.Captures(found)
             case capture_messages.ListCaptures(limit, owner):
                 return capture_messages.Captures(results.newest(limit, owner))
             case capture_messages.DescribeCapture():

@@ -226,10 +226,11 @@ class ScoredRequest:
     def body(self, stream: int, owner: str | None = None) -> bytes:
         """What upstream gets; fields that are not ours keep their bytes.
 
-        `owner` is the name of the client's API key, which no client can say itself.
+        `stream` was drawn for this request alone. `owner` is the name of the client's API key,
+        which no client can say itself.
         """
         options = self.options
-        asked: dict[str, Any] = {"stream": stream}
+        asked: dict[str, Any] = {"stream": stream, "drawn": True}
         asked |= {"prompt_scores": True} if options.prompt_scores else {}
         asked |= {} if _is_empty(options.steer) else {"steer": options.steer}
         asked |= {"stop": options.stop} if options.has_rules else {}
