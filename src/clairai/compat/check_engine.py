@@ -277,21 +277,12 @@ def check_core_settings(vllm_config: Any, *, is_capturing: bool, accepts_weights
         )
 
 
-def check_stage_settings(vllm_config: Any, *, is_capturing: bool, accepts_weights: bool) -> None:
+def check_stage_settings(vllm_config: Any, *, is_capturing: bool) -> None:
     """Refuse what the stages of a pipeline do not do together yet."""
-    if not _has_stages(vllm_config):
-        return
-    refused = {
-        "captures (each stage holds other points, and a folder has one writer)": is_capturing,
-        "new weights (each stage holds other tensors than a trainer's manifest names)": (
-            accepts_weights
-        ),
-    }
-    reasons = [reason for reason, is_asked in refused.items() if is_asked]
-    if reasons:
+    if _has_stages(vllm_config) and is_capturing:
         raise UnsupportedError(
-            f"pipeline parallelism does not go with {'; '.join(reasons)}; leave it out, or serve "
-            f"with pipeline_parallel_size 1"
+            "pipeline parallelism does not go with captures (each stage holds other points, and a "
+            "folder has one writer); leave it out, or serve with pipeline_parallel_size 1"
         )
 
 

@@ -17,6 +17,7 @@ from clairai.compat.change_steering import change_stream_steering
 from clairai.compat.check_engine import check_steering_mode
 from clairai.compat.extra_args import read_cache_keys
 from clairai.compat.find_config import CONFIG_KEY
+from clairai.compat.pipeline_stages import find_publisher_rank
 from clairai.engine.capture.capture_resolver import CaptureResolver
 from clairai.engine.core_control import AskWorkers, CoreControl
 from clairai.engine.steer.steering_registry import SteeringLimits, SteeringRegistry
@@ -71,7 +72,8 @@ def _make_core_control(core: Any) -> CoreControl:
     change = None if registry is None else functools.partial(change_stream_steering, core, registry)
     guard, bank = functools.partial(require_idle, core), functools.partial(find_local_bank, core)
     num_ranks = core.vllm_config.parallel_config.world_size
-    return CoreControl(registry, resolved.probes, change, guard, bank, num_ranks)
+    publisher_rank = find_publisher_rank(core.vllm_config)
+    return CoreControl(registry, resolved.probes, change, guard, bank, num_ranks, publisher_rank)
 
 
 def update_weights(core: Any, called: Mapping[str, Any], ask_workers: AskWorkers) -> list[None]:

@@ -13,6 +13,7 @@ checked, so a step of the model runs before it or after it, never in between. Ru
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from clairai.compat.engine_core import get_settings
 from clairai.compat.install import TRANSFER_BACKEND
+from clairai.compat.pipeline_stages import end_with_a_rank
 from clairai.compat.ranks import gather_bytes
 from clairai.errors import UnsupportedError, WeightsError
 from clairai.local.free_memory import untouched_bytes
@@ -156,7 +158,11 @@ def get_weights_control(worker: Any) -> WeightsControl | None:
     engine = getattr(worker, "weight_transfer_engine", None)
     if not isinstance(engine, ClairaiIpcEngine):
         return None
-    return WeightsControl(worker, engine.updater, getattr(worker, "clairai_step_publisher", None))
+    holder = getattr(worker, "clairai_step_publisher", None)
+    if holder is None:
+        holder = getattr(worker, "clairai_held_bank", None)
+    stage = getattr(worker, "clairai_stage", None)
+    return WeightsControl(worker, engine.updater, holder, functools.partial(end_with_a_rank, stage))
 
 
 def list_model_tensors(vllm_config: Any) -> dict[str, ExpectedTensor]:
@@ -245,7 +251,10 @@ def _find_place(vllm_config: Any, device: str, folder: Path) -> RankPlace:
             f"backend {TRANSFER_BACKEND} serves ranks of one machine with one runtime_dir; use "
             "vLLM's own nccl backend, or an engine on each machine"
         )
-    return RankPlace(tuple(card.device for card in cards), group.rank_in_group, cards[0].epoch)
+    devices = tuple(card.device for card in cards)
+    has_stages = parallel.pipeline_parallel_size > 1  # then all ranks score
+    num_banks = len(devices) if has_stages else 1
+    return RankPlace(devices, group.rank_in_group, cards[0].epoch, num_banks)
 
 
 class _RankCard(msgspec.Struct, frozen=True):

@@ -77,15 +77,19 @@ class CoreControl:
         guard: CheckWeights | None = None,
         bank: ReadBank = lambda: None,
         num_ranks: int = 1,
+        publisher_rank: int = 0,
     ) -> None:
         """`amend` changes the steering of a stream's running answers and returns their positions.
 
         `guard` raises if the weights of a manifest may not be committed now. `bank` gives the
         worker's bank if the worker is in this process; else its changes are followed by message.
-        New weights are loaded by all of `num_ranks` or by none.
+        New weights are loaded by all of `num_ranks` or by none. The first of their replies is that
+        of `publisher_rank`, which has the ring.
         """
         self._read_bank = bank
         self._num_ranks = num_ranks
+        others = (rank for rank in range(num_ranks) if rank != publisher_rank)
+        self._order = (publisher_rank, *others)  # of the ranks' replies
         self._registry = registry
         self._amend = amend
         self._check_weights = guard
@@ -219,9 +223,9 @@ class CoreControl:
         if isinstance(control, weights_messages.PlanWeights):
             # Checked first, so that a plan that one rank refuses replaces none of another sender.
             checked = weights_messages.CheckWeights(control.manifest)
-            _require_all(ask_workers(_ENCODER.encode(self._with_known_vectors(checked))))
+            self._require_all(ask_workers(_ENCODER.encode(self._with_known_vectors(checked))))
         replies = ask_workers(question)
-        _require_all(replies)
+        self._require_all(replies)
         return replies[0]
 
     def update_begun(self, plan: bytes | None, commit: bytes | None, ask: AskWorkers) -> None:
@@ -233,7 +237,7 @@ class CoreControl:
         ask = _explain_death(ask)
         try:
             if plan is not None:
-                _require_all([self._ask_ranks(weights_messages.PlanWeights(plan), ask)])
+                self._require_all([self._ask_ranks(weights_messages.PlanWeights(plan), ask)])
             if commit is not None:
                 prepare = weights_messages.PrepareWeights(commit)
                 self._follow_commit(self._commit_on_ranks(prepare, ask, is_begun=True))
@@ -258,7 +262,7 @@ class CoreControl:
             "",
         )
         try:
-            _require_all(replies)
+            self._require_all(replies)
         except ClairaiError:
             if transfer:
                 ask_workers(_ENCODER.encode(weights_messages.AbandonWeights(transfer)))
@@ -268,18 +272,45 @@ class CoreControl:
         outcomes = [_REPLY_DECODER.decode(reply) for reply in replies]
         loaded = [one for one in outcomes if isinstance(one, weights_messages.WeightsCommitted)]
         if len(loaded) == len(outcomes) and len({one.digest for one in loaded}) == 1:
-            return replies[0]
+            return self._install_probes(transfer, replies[0], ask_workers)
         refused = [one for one in outcomes if isinstance(one, ring_messages.Refusal)]
         is_untouched = not loaded and all(one.code != WeightsTornError.code for one in refused)
         if not is_untouched:
-            ask_workers(_ENCODER.encode(weights_messages.TearWeights()))
+            self._tear(ask_workers)
             reasons = " and ".join(dict.fromkeys(one.reason.partition(";")[0] for one in refused))
             raise WeightsTornError(
                 f"{len(loaded)} of {len(outcomes)} ranks have the new weights: "
                 f"{reasons or 'they differ'}; send a whole set of weights, or restart the engine"
             )
-        _require_all(replies)
+        self._require_all(replies)
         raise AssertionError("a rank refused, or all have loaded")
+
+    def _require_all(self, replies: Sequence[bytes]) -> None:
+        """Raise the first refusal among the replies of the ranks."""
+        for rank, reply in zip(self._order, replies, strict=False):
+            outcome = _REPLY_DECODER.decode(reply)
+            if isinstance(outcome, ring_messages.Refusal):
+                where = f"rank {rank}: " if rank else ""
+                raise _ERRORS.get(outcome.code, ClairaiError)(f"{where}{outcome.reason}")
+
+    def _install_probes(self, transfer: str, reply: bytes, ask_workers: AskWorkers) -> bytes:
+        """Have the ranks score with probes that came along: only when all have loaded the model.
+
+        Else a load that fails on one rank would leave it with other probes than the rest.
+        """
+        committed = _REPLY_DECODER.decode(reply)
+        assert isinstance(committed, weights_messages.WeightsCommitted)
+        if committed.probe_rows is None:
+            return reply
+        replies = ask_workers(_ENCODER.encode(weights_messages.InstallBanks(transfer)))
+        self._require_all(replies)
+        return replies[0]
+
+    def _tear(self, ask_workers: AskWorkers) -> None:
+        """No rank may serve until a whole set comes; all count on from the same versions."""
+        describe = self._with_known_vectors(weights_messages.DescribeWeights())
+        states = list(map(_REPLY_DECODER.decode, ask_workers(_ENCODER.encode(describe))))
+        ask_workers(_ENCODER.encode(make_tear(states)))
 
     def _with_known_vectors(self, control: QuestionT) -> QuestionT:
         """Tell the workers which vectors can be replaced, whatever the sender said of them."""
@@ -374,13 +405,12 @@ def _explain_death(ask_workers: AskWorkers) -> AskWorkers:
     return ask
 
 
-def _require_all(replies: Sequence[bytes]) -> None:
-    """Raise the first refusal among the replies of the ranks."""
-    for rank, reply in enumerate(replies):
-        outcome = _REPLY_DECODER.decode(reply)
-        if isinstance(outcome, ring_messages.Refusal):
-            where = f"rank {rank}: " if rank else ""
-            raise _ERRORS.get(outcome.code, ClairaiError)(f"{where}{outcome.reason}")
+def make_tear(states: Iterable[control_messages.ControlReply]) -> weights_messages.TearWeights:
+    """What the ranks or engine cores with these states are told if they hold different weights."""
+    known = [state for state in states if isinstance(state, weights_messages.WeightsState)]
+    return weights_messages.TearWeights(
+        1 + max(state.version for state in known), 1 + max(state.bank_version for state in known)
+    )
 
 
 def _replace_rows(vector: Vector, new: weights_messages.NewRows) -> Vector:

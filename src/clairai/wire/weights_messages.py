@@ -98,6 +98,12 @@ class ApplyWeights(msgspec.Struct, frozen=True, tag="apply_weights", forbid_unkn
     is_begun: bool = False
 
 
+class InstallBanks(msgspec.Struct, frozen=True, tag="install_banks", forbid_unknown_fields=True):
+    """Every rank has loaded it: score with the probes that came along, from the next step on."""
+
+    transfer: str
+
+
 class AbandonWeights(
     msgspec.Struct, frozen=True, tag="abandon_weights", forbid_unknown_fields=True
 ):
@@ -111,16 +117,32 @@ class AbandonWeights(
 
 
 class TearWeights(msgspec.Struct, frozen=True, tag="tear_weights", forbid_unknown_fields=True):
-    """Another rank has not the weights that you have: only a whole set repairs that."""
+    """Another rank has not the weights that you have: only a whole set repairs that.
+
+    What all of them hold now has these versions, which no rank has used.
+    """
+
+    version: int
+    bank_version: int
 
 
-RankControl = PrepareWeights | ApplyWeights | AbandonWeights | TearWeights
+RankControl = PrepareWeights | ApplyWeights | InstallBanks | AbandonWeights | TearWeights
 
 
 class FindVersions(msgspec.Struct, frozen=True, tag="find_versions", forbid_unknown_fields=True):
     """With which weights did these streams begin?"""
 
     streams: tuple[int, ...]
+
+
+class WeightsRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A rank that takes new weights, at a socket of its own."""
+
+    epoch: Annotated[str, msgspec.Meta(description="of its engine core")]
+    rank: Annotated[int, msgspec.Meta(ge=0, description="in its engine core")]
+    has_bank: Annotated[
+        bool, msgspec.Meta(description="it scores: probes and vectors alone go to these ranks")
+    ]
 
 
 class WeightsState(msgspec.Struct, frozen=True, tag="weights_state", forbid_unknown_fields=True):
@@ -141,6 +163,8 @@ class WeightsState(msgspec.Struct, frozen=True, tag="weights_state", forbid_unkn
     devices: Annotated[
         tuple[str, ...], msgspec.Meta(description="of each rank; each takes the weights itself")
     ] = ()
+    ranks: tuple[WeightsRank, ...] = ()  # in the order of `devices`
+    bank_version: Annotated[int, msgspec.Meta(description="of the probes")] = 0
 
 
 class ListedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
