@@ -42,10 +42,7 @@ def _refuse_all(name: str, reason: str) -> Layout:
 
 _UNTRIED: Final = {"new weights": "not tried"}
 _STAGES: Final = {"captures": "refused: a folder has one writer"}
-_CORES: Final = {
-    "captures": "refused: a folder has one writer",
-    "new weights": "refused: they would reach one core",
-}
+_CORES: Final = {"captures": "refused: a folder has one writer"}
 LAYOUTS: Final = (
     Layout(
         "tensor parallel, 2 ranks",

@@ -109,6 +109,17 @@ def count_cores(config: Any) -> int:
     return int(_read_path(parallel, "data_parallel_size") or 1)
 
 
+def shares_api_server(config: Any) -> bool:
+    """True in an engine core that has others beside it, behind the same API server.
+
+    Its number of cores is 1 (see `count_cores`). But ports were kept free for all of them when the
+    engine's config was made (`_data_parallel_master_port_list`, config/parallel.py, 0.32:992).
+    """
+    parallel = _read_path(config, "parallel_config")
+    has_others = bool(_read_path(parallel, "_data_parallel_master_port_list"))
+    return has_others and not _read_path(parallel, "data_parallel_external_lb")
+
+
 def _has_stages(config: Any) -> bool:
     return (_read_path(config, "parallel_config.pipeline_parallel_size") or 1) > 1
 
@@ -251,7 +262,7 @@ def check_modes(vllm_config: Any) -> None:
         )
 
 
-def check_core_settings(vllm_config: Any, *, is_capturing: bool, accepts_weights: bool) -> None:
+def check_core_settings(vllm_config: Any, *, is_capturing: bool) -> None:
     """Refuse what several engine cores cannot do together.
 
     Asked where the engine's config is made: a core of a model without experts knows of no others.
@@ -263,12 +274,6 @@ def check_core_settings(vllm_config: Any, *, is_capturing: bool, accepts_weights
             "captures do not go with data parallelism: every engine core would write the same "
             "folder, and a folder has one writer; run one server for each, or serve without "
             "`capture`"
-        )
-    if accepts_weights:
-        raise UnsupportedError(
-            "new weights do not go with data parallelism: a trainer's tensors reach one engine "
-            "core, and the others would serve the old ones; run one server for each, or leave out "
-            "--weight-transfer-config"
         )
     if _is_speculating(vllm_config):
         raise UnsupportedError(

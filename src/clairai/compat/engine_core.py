@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from clairai.compat.capture_setup import make_capture_resolver
 from clairai.compat.change_steering import change_stream_steering
-from clairai.compat.check_engine import check_steering_mode
+from clairai.compat.check_engine import check_steering_mode, shares_api_server
 from clairai.compat.extra_args import read_cache_keys
 from clairai.compat.find_config import CONFIG_KEY
 from clairai.compat.pipeline_stages import find_publisher_rank
@@ -72,8 +72,16 @@ def _make_core_control(core: Any) -> CoreControl:
     change = None if registry is None else functools.partial(change_stream_steering, core, registry)
     guard, bank = functools.partial(require_idle, core), functools.partial(find_local_bank, core)
     num_ranks = core.vllm_config.parallel_config.world_size
-    publisher_rank = find_publisher_rank(core.vllm_config)
-    return CoreControl(registry, resolved.probes, change, guard, bank, num_ranks, publisher_rank)
+    return CoreControl(
+        registry,
+        resolved.probes,
+        change,
+        guard,
+        bank,
+        num_ranks,
+        find_publisher_rank(core.vllm_config),
+        is_one_of_several=shares_api_server(core.vllm_config),
+    )
 
 
 def update_weights(core: Any, called: Mapping[str, Any], ask_workers: AskWorkers) -> list[None]:
@@ -83,6 +91,13 @@ def update_weights(core: Any, called: Mapping[str, Any], ask_workers: AskWorkers
     Asked of the ranks themselves, one that raises would leave the replies of the others in vLLM's
     queues, for the next call to find (v1/executor/multiproc_executor.py collective_rpc, 0.32).
     """
+    plan, manifest = read_update_info(called)
+    get_core_control(core).update_begun(plan, manifest, ask_workers)
+    return [None] * core.vllm_config.parallel_config.world_size
+
+
+def read_update_info(called: Mapping[str, Any]) -> tuple[bytes | None, bytes | None]:
+    """The plan or the manifest in a call of `collective_rpc("update_weights", ...)`."""
     info = (called.get("kwargs") or {}).get("update_info")
     if info is None:
         info = next(iter(called.get("args") or ()), None)
@@ -92,8 +107,7 @@ def update_weights(core: Any, called: Mapping[str, Any], ask_workers: AskWorkers
             "clairai.weights.Sender, or vLLM's trainer with the backend's name"
         )
     given = {kind: str(text).encode() for kind, text in info.items()}
-    get_core_control(core).update_begun(given.get("plan"), given.get("manifest"), ask_workers)
-    return [None] * core.vllm_config.parallel_config.world_size
+    return given.get("plan"), given.get("manifest")
 
 
 def find_local_bank(core: Any) -> EngineBank | None:
@@ -112,7 +126,11 @@ def require_idle(core: Any, manifest: bytes) -> None:
         return
     requests = list(core.scheduler.requests.values())
     unfinished = Counter(id(getattr(one, "clairai_stream_owner", None)) for one in requests)
-    begun = sum(_has_begun(request, unfinished) for request in requests)
+    is_shared = shares_api_server(core.vllm_config)
+    begun = sum(
+        _has_begun(request, unfinished) or (is_shared and _is_a_choice(request))
+        for request in requests
+    )
     if begun:
         raise WeightsBusyError(
             f"{begun} requests have begun with the weights that serve; weights change when they "
@@ -130,6 +148,12 @@ def _has_begun(request: Any, unfinished: Counter[int]) -> bool:
         return True
     owner = getattr(request, "clairai_stream_owner", None)
     return owner is not None and owner.num_admitted > unfinished[id(owner)]
+
+
+def _is_a_choice(request: Any) -> bool:
+    """True for one of the answers (n > 1) to a request: others may have begun on other cores."""
+    owner = getattr(request, "clairai_stream_owner", None)
+    return owner is not None and request.request_id != owner.parent
 
 
 def make_core_capture_resolver(core: Any) -> CaptureResolver:

@@ -106,7 +106,7 @@ def _check_core_settings(config: Any) -> None:
     from clairai.compat.engine_core import get_settings
 
     is_capturing = get_settings(config).capture_settings is not None
-    check_core_settings(config, is_capturing=is_capturing, accepts_weights=accepts_weights(config))
+    check_core_settings(config, is_capturing=is_capturing)
 
 
 def _keep_scores_offline(config: Any, usage: Any) -> None:

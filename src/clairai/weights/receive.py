@@ -228,7 +228,7 @@ class ServedWeights:
 
 @dataclass(frozen=True)
 class Banks:
-    """What a control message brings along: the banks that can be changed, and shared memory.
+    """What a control message brings along: the banks that can be changed, shared memory, and more.
 
     vLLM's own routes bring none of it, so that probes and vectors cannot be named there.
     """
@@ -236,6 +236,7 @@ class Banks:
     columns: EngineBank | None = None
     vectors: tuple[weights_messages.VectorShape, ...] = ()
     shared: SharedBytes | None = None
+    num_cores: int = 1  # engine cores that load at the same time
 
 
 @dataclass(frozen=True)
@@ -308,8 +309,11 @@ class WeightsUpdater:
         manifest = self.receiver.check(raw)
         if changes_model(manifest):
             nbytes = sum(manifest.buffers) if manifest.device == CPU else 0
-            require_engine_room(nbytes, self._measure_needs())
+            require_engine_room(nbytes, self._find_needs())
         return manifest
+
+    def _find_needs(self) -> LoadNeeds:
+        return self._measure_needs().for_many(self.banks.num_cores)
 
     def plan(self, raw: bytes) -> Manifest:
         """Check a plan, and accept its buffers from now on."""
@@ -355,7 +359,7 @@ class WeightsUpdater:
         changes = self._check_banks(transfer)
         if weights:
             # Once more: others may have taken the memory since the plan.
-            require_engine_room(0, self._measure_needs())
+            require_engine_room(0, self._find_needs())
         return _PreparedTransfer(transfer, pending, changes)
 
     def apply(self, transfer: str) -> None:
@@ -490,6 +494,7 @@ class WeightsControl:
             columns=None if self._holder is None else self._holder.bank,
             vectors=getattr(control, "vectors", ()),  # of a question
             shared=shared,
+            num_cores=getattr(control, "num_cores", 1),
         )
         try:
             return self._answer(control)

@@ -5,6 +5,7 @@ A manifest is JSON as it came over HTTP. The worker answers these messages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -33,6 +34,8 @@ class WeightsQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     vectors: tuple[VectorShape, ...] = ()
     wants_rows: bool = True  # False: the core shares the worker's bank and needs no copy
+    # Engine cores that load at the same time, in the memory of one machine; the API server says it.
+    num_cores: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 class DescribeWeights(
@@ -79,7 +82,14 @@ WeightsControl = (
 )
 
 
-# What the engine core asks its ranks, if there are several: a commit in two phases.
+# What the engine core asks its ranks, and the API server its engine cores, if there are several: a
+# commit in two phases.
+
+
+class CheckIdle(msgspec.Struct, frozen=True, tag="check_idle", forbid_unknown_fields=True):
+    """Of an engine core: has every request ended that these weights would change under way?"""
+
+    manifest: bytes
 
 
 class PrepareWeights(
@@ -124,6 +134,12 @@ class TearWeights(msgspec.Struct, frozen=True, tag="tear_weights", forbid_unknow
 
     version: int
     bank_version: int
+
+    @classmethod
+    def after(cls, states: Sequence[WeightsState]) -> TearWeights:
+        """For ranks, or engine cores, of which these are the states."""
+        bank_versions = (state.bank_version for state in states)
+        return cls(1 + max(state.version for state in states), 1 + max(bank_versions))
 
 
 RankControl = PrepareWeights | ApplyWeights | InstallBanks | AbandonWeights | TearWeights

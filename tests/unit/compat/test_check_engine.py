@@ -153,11 +153,9 @@ def test_engine_cores_of_one_machine_are_served_and_a_captures_folder_is_not_the
     several = config("parallel_config.data_parallel_size", 2)
     several.parallel_config.data_parallel_size_local = 2
     check_modes(several)
-    check_core_settings(several, is_capturing=False, accepts_weights=False)
+    check_core_settings(several, is_capturing=False)
     with pytest.raises(UnsupportedError, match="a folder has one writer"):
-        check_core_settings(several, is_capturing=True, accepts_weights=False)
-    with pytest.raises(UnsupportedError, match="the others would serve the old ones"):
-        check_core_settings(several, is_capturing=False, accepts_weights=True)
+        check_core_settings(several, is_capturing=True)
 
 
 @pytest.mark.parametrize("balancer", ["data_parallel_external_lb", "data_parallel_hybrid_lb"])
@@ -165,7 +163,7 @@ def test_an_api_server_of_its_own_counts_its_own_engine_cores(balancer: str) -> 
     one = config("parallel_config.data_parallel_size", 8)
     setattr(one.parallel_config, balancer, True)
     check_modes(one)
-    check_core_settings(one, is_capturing=True, accepts_weights=True)
+    check_core_settings(one, is_capturing=True)
 
 
 def test_an_attribute_that_a_release_does_not_have_counts_as_off() -> None:
@@ -215,7 +213,7 @@ def test_speculation_goes_with_one_rank_alone(size: str, monkeypatch: pytest.Mon
 
 def test_speculation_goes_with_one_engine_core_alone() -> None:
     speculating = config("speculative_config", SimpleNamespace(method="eagle"))
-    nothing = {"is_capturing": False, "accepts_weights": False}
+    nothing = {"is_capturing": False}
     check_engine.check_core_settings(speculating, **nothing)
     speculating.parallel_config.data_parallel_size = 2
     with pytest.raises(UnsupportedError, match="speculative decoding with data parallelism"):
