@@ -20,6 +20,7 @@ FEATURES: Final = ("scores", "steering, gates", "captures", "new weights")
 _TABLE: Final = re.compile(r"<!-- layouts -->\n(.*?)<!-- /layouts -->\n", re.DOTALL)
 _PARALLEL: Final = "tests/engine/test_tensor_parallel.py"
 _PIPELINE: Final = "tests/engine/test_pipeline_parallel.py"
+_WEIGHTS: Final = "tests/engine/test_weights_ranks.py"
 
 
 @dataclass(frozen=True)
@@ -40,19 +41,20 @@ def _refuse_all(name: str, reason: str) -> Layout:
 
 
 _UNTRIED: Final = {"new weights": "not tried"}
-_STAGES: Final = {"new weights": "refused: a trainer names all tensors"}
-_CORES: Final = {"new weights": "refused: they would reach one core"}
 LAYOUTS: Final = (
     Layout(
         "tensor parallel, 2 ranks",
-        (_PARALLEL, "tests/engine/test_weights_ranks.py", "-k", "tensor-2 or test_weights_ranks"),
+        (_PARALLEL, _WEIGHTS, "-k", "(tensor-2 or test_weights_ranks) and not pp2"),
     ),
     Layout("tensor parallel, 4 ranks", (_PARALLEL, "-k", "tensor-4"), _UNTRIED),
     Layout("expert parallel, 2 ranks", (_PARALLEL, "-k", "expert-2"), _UNTRIED),
     _refuse_all("sequence-parallel residuals", "rows are sharded between ranks"),
-    Layout("pipeline parallel, 2 stages", (_PIPELINE, "-k", "not tp2"), _STAGES),
-    Layout("pipeline parallel, 2 stages of 2 ranks", (_PIPELINE, "-k", "tp2"), _STAGES),
-    Layout("data parallel, 2 engine cores", ("tests/engine/test_data_parallel.py",), _CORES),
+    Layout("pipeline parallel, 2 stages", (_PIPELINE, _WEIGHTS, "-k", "pp2 and not tp2")),
+    Layout(
+        "pipeline parallel, 2 stages of 2 ranks",
+        (_PIPELINE, _WEIGHTS, "-k", "pp2 and tp2"),
+    ),
+    Layout("data parallel, 2 engine cores", ("tests/engine/test_data_parallel.py",)),
     _refuse_all("prefill context parallel", "rows are split between ranks"),
     _refuse_all("dual batch overlap", "the batch is cut inside the forward"),
     Layout(

@@ -102,6 +102,118 @@ def send_with_probe(llm: Any, folder: Path, probe: dict[str, Any]) -> Any:
     return send(llm, pick(folder, bool) | probe)
 
 
+def send_bank(llm: Any, directions: dict[str, Any]) -> Any:
+    """All probes as one tensor; those that are not given get the direction they have."""
+    import numpy as np
+
+    from clairai import ProbeBank
+    from clairai.weights import bank
+
+    names = [info.name for info in ProbeBank(llm).list()]
+    assert names == list(directions)
+    return send(llm, bank(names, np.stack(list(directions.values()))))
+
+
+def score(llm: Any) -> list[tuple[list[int], list[str], Any, tuple[int, ...]]]:
+    """Tokens that were forwarded, names of the probes, scores of every token, weight versions."""
+    from vllm import SamplingParams
+
+    import clairai
+
+    params = SamplingParams(
+        max_tokens=NUM_NEW,
+        ignore_eos=True,
+        temperature=0.0,
+        detokenize=False,
+        extra_args=clairai.request(prompt_scores=True),
+    )
+    given = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
+    outputs = llm.generate(given, params, use_tqdm=False)
+    found = []
+    for output, (scores,) in zip(outputs, clairai.scores(llm, outputs), strict=True):
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+        found.append((tokens, list(scores.names), scores.scores_NP[: len(tokens)], scores.weights))
+    return found
+
+
+def without_attention(folder: Path, target: Path) -> Path:
+    """The same model, in which no token hears of another."""
+    import shutil
+
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(folder, target)
+    held = load_file(folder / "model.safetensors")
+    kept = {name: held[name] * (not name.endswith("o_proj.weight")) for name in held}
+    save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def train_while_answering(llm: Any, folder: Path, names: list[str]) -> dict[int, tuple[Any, Any]]:
+    """One round of vLLM's trainer while requests run; tokens and scores of all rows, by version."""
+    import numpy as np
+
+    from clairai.library.engine_control import ask_engine
+    from clairai.ring.attach import RingReader
+    from clairai.wire import control_messages, ring_messages
+
+    described = ask_engine(llm, control_messages.Describe(), control_messages.Description)
+    rows: dict[int, list[Any]] = {}
+    with RingReader.attach(Path(described.socket), start="newest") as reader:
+
+        def read() -> None:
+            for record in reader.poll():
+                bank = reader.bank(record.bank_version)
+                columns = [[probe.name for probe in bank.probes].index(name) for name in names]
+                forwarded = record.rows["phase"] <= ring_messages.DECODE
+                tokens_R = record.rows["token_id"][forwarded]
+                found = (tokens_R, record.scores_RC[forwarded][:, columns])
+                assert bank.weights is not None
+                rows.setdefault(bank.weights, []).append(found)
+
+        _begin(llm, 24)
+        _step(llm, 8)
+        train_by_ray(llm, folder)
+        while llm.llm_engine.has_unfinished_requests():
+            _step(llm, 1)
+            read()
+        ask_engine(llm, control_messages.Describe(), control_messages.Description)  # all published
+        read()
+        assert reader.statistics().lost == 0
+    found: dict[int, tuple[Any, Any]] = {}
+    for version, parts in rows.items():
+        tokens, scores = zip(*parts, strict=True)
+        found[version] = np.concatenate(tokens), np.concatenate(scores)
+    return found
+
+
+def refuse_while_answering(llm: Any, folder: Path) -> tuple[str, str]:
+    """A Sender changes nothing under a request that has begun."""
+    _begin(llm, 4)
+    _step(llm, 2)
+    refused = refuse(llm, str(folder))
+    while llm.llm_engine.has_unfinished_requests():
+        _step(llm, 1)
+    return refused
+
+
+def _begin(llm: Any, count: int) -> None:
+    """Add requests, whose answers take many steps."""
+    import numpy as np
+    from vllm import SamplingParams
+
+    rng = np.random.default_rng(6)
+    params = SamplingParams(max_tokens=96, ignore_eos=True, temperature=1.0, detokenize=False)
+    for number in range(count):
+        prompt = {"prompt_token_ids": rng.integers(5, 512, 24).tolist()}
+        llm.llm_engine.add_request(f"long-{number}", prompt, params)
+
+
+def _step(llm: Any, count: int) -> None:
+    for _ in range(count):
+        llm.llm_engine.step()
+
+
 def add_probe(llm: Any, name: str, width: int) -> None:
     import numpy as np
 

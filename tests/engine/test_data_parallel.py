@@ -7,9 +7,11 @@ The tests run in this order, on one server; the last one kills an engine core.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
+import secrets
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -23,6 +25,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load
 
 import clairai
+from clairai.errors import WeightsError
 from clairai.fields.request_fields import new_stream_id
 from clairai.points import Point
 from clairai.probe.files import dumps
@@ -31,8 +34,12 @@ from clairai.ring.attach import RingReader
 from clairai.ring.reader import Record
 from clairai.store.disk import claim_folder
 from clairai.store.recover import verify
+from clairai.weights import Sender, transport
+from clairai.weights.socket_client import RankClients, connect_ranks
+from clairai.weights.trainer_session import take_state
 from clairai.wire import ring_messages
-from tests.engine import attribution
+from clairai.wire.weights_messages import WeightsCommitted, WeightsRank, WeightsState
+from tests.engine import adapters, attribution, ranked, weighed
 from tests.engine import server as parts
 from tests.engine.attribution import Sent, Verdict
 from tests.engine.serving import Served, serving
@@ -51,8 +58,15 @@ OPTIONS: Final = (
     *("--data-parallel-size", "2", "--dtype", "float32", "--enforce-eager"),
     *("--max-model-len", "128", "--max-num-seqs", "16", "--max-num-batched-tokens", "64"),
     *("--block-size", "32", "--num-gpu-blocks-override", "14", "--enable-prefix-caching"),
+    *("--weight-transfer-config", '{"backend": "clairai_ipc"}'),
+    *("--enable-lora", "--max-lora-rank", "8"),
 )
-CPU: Final = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+ADAPTER: Final = "adapter"
+CPU: Final = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    "VLLM_SERVER_DEV_MODE": "1",  # vLLM's own routes for trainers
+}
 
 
 def _deep_probe(name: str, seed: int) -> Probe:
@@ -66,12 +80,18 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def adapter(cut_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return adapters.make(cut_model, tmp_path_factory.mktemp("adapter") / ADAPTER, seed=3)
+
+
+@pytest.fixture(scope="module")
 def served(
-    cut_model: Path, captures: Path, tmp_path_factory: pytest.TempPathFactory
+    cut_model: Path, captures: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     scratch = tmp_path_factory.mktemp("cores")
+    options = (*OPTIONS, "--lora-modules", f"{ADAPTER}={adapter}")
     deep, ours = [_deep_probe("deep", 1)], ("--capture", str(captures))
-    with serving(cut_model, scratch, OPTIONS, CPU, deep, ours) as found:
+    with serving(cut_model, scratch, options, CPU, deep, ours) as found:
         yield found
 
 
@@ -262,19 +282,19 @@ def test_a_change_reaches_both_cores_with_one_version_or_none(served: Served) ->
             reader, records = collector.readers[core], collector.records[core]
             assert {one.bank_version for one in records} == {version}
             names = [one.name for one in reader.bank(version).probes]
-            _check_deep_scores(served, records, sent[core], names)
+            _check_deep_scores(served.model, records, sent[core], names)
     finally:
         collector.close()
 
 
-def _check_deep_scores(served: Served, records: list[Record], sent: Sent, names: list[str]) -> None:
+def _check_deep_scores(model: Path, records: list[Record], sent: Sent, names: list[str]) -> None:
     """As Hugging Face computes them in one process."""
     rows = np.concatenate([one.rows for one in records])
     scores_RP = np.concatenate([one.scores_RC for one in records])
     ours = (rows["stream"] == sent.stream) & (rows["phase"] <= ring_messages.DECODE)
     tokens = [*sent.prompt, *sent.output][:-1]
     assert rows[ours]["position"].tolist() == [*range(len(tokens))]
-    states_TD = hidden_states(str(served.model), tokens)[str(DEEP)].astype(np.float64)
+    states_TD = hidden_states(str(model), tokens)[str(DEEP)].astype(np.float64)
     for name, seed in (("deep", 1), ("new", 2)):
         direction_D = _deep_probe(name, seed).direction_D.astype(np.float64)
         size_T = np.linalg.norm(states_TD, axis=1) * np.linalg.norm(direction_D)
@@ -415,6 +435,216 @@ def test_a_captured_request_cannot_choose_a_stream_that_another_core_may_have(
     assert response.status_code == 400, response.text
     assert "cannot choose its stream" in response.json()["error"]["message"]
     assert not clairai.open(captures).has(fields["stream"])
+
+
+@pytest.fixture(scope="module")
+def new(cut_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the same shape, with other numbers."""
+    return weighed.perturb(cut_model, tmp_path_factory.mktemp("new") / "new")
+
+
+def _sender(served: Served, **more: Any) -> Sender:
+    return Sender(served.url, **{"runtime_dir": str(served.runtime), **more})
+
+
+def _check_cores(served: Served, model: Path, version: int) -> None:
+    """Both cores score as Hugging Face's model of this folder does, and say the version."""
+    collector = Collector(served.rings())
+    rng, first = np.random.default_rng(version), new_stream_id() // 2
+    sent = [Sent(first + core, rng.integers(5, 30000, 40).tolist(), True) for core in (0, 1)]
+
+    async def ask() -> None:
+        async with served.engine() as engine:
+            await asyncio.gather(*(_ask(engine, sent[core], 12, core) for core in (0, 1)))
+
+    try:
+        asyncio.run(ask())
+        with served.client() as client:
+            client.get("/v1/clairai")  # returns when all is published
+            state = client.get("/v1/weights").json()
+        assert (state["version"], state["is_torn"]) == (version, False)
+        assert len({rank["epoch"] for rank in state["ranks"]}) == 2
+        collector.finish()
+        for core in (0, 1):
+            reader, records = collector.readers[core], collector.records[core]
+            banks = [reader.bank(one.bank_version) for one in records]
+            assert {bank.weights for bank in banks} == {version}
+            names = [one.name for one in banks[0].probes]
+            _check_deep_scores(model, records, sent[core], names)
+    finally:
+        collector.close()
+
+
+def test_new_weights_reach_both_cores_with_one_version(
+    served: Served, new: Path, tmp_path: Path
+) -> None:
+    """Through the sockets of all ranks, and over HTTP where those cannot be reached."""
+    near = _sender(served).send(new, label="step-1")
+    assert (near.home, near.version) == ("host", 1)
+    _check_cores(served, new, 1)
+    far = _sender(served, runtime_dir=str(tmp_path)).send(served.model)
+    assert (far.home, far.version) == ("http", 2)
+    _check_cores(served, served.model, 2)
+
+
+def _is_of_one_layer(name: str) -> bool:
+    return ".layers.1." in name
+
+
+def test_a_part_of_the_model_and_a_probe_reach_both_cores(served: Served, new: Path) -> None:
+    sender, tensors = _sender(served), ranked.pick(new, bool)
+    row_D = _deep_probe("deep", 1).direction_D
+    part = {name: tensor for name, tensor in tensors.items() if _is_of_one_layer(name)}
+    assert sender.send(part).version == 3
+    turned = sender.send({"probe::deep": -row_D})
+    assert (turned.version, turned.bank_version is None) == (3, False)
+    rest = {name: tensor for name, tensor in tensors.items() if name not in part}
+    assert sender.send(rest | {"probe::deep": row_D.copy()}).version == 4
+    _check_cores(served, new, 4)
+    with served.client() as client:  # the banks have one version still
+        changed = client.put("/v1/probes/new", content=dumps(_deep_probe("new", 2)))
+        assert changed.status_code == 200, changed.text
+
+
+def test_a_core_that_did_not_get_all_keeps_both_at_the_old_weights(
+    served: Served, new: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect_first(folder: Path, ranks: list[WeightsRank]) -> RankClients:
+        return connect_ranks(folder, ranks[:1])
+
+    with monkeypatch.context() as planted:
+        planted.setattr(transport, "connect_ranks", connect_first)
+        with pytest.raises(WeightsError, match=r"engine core 1: 0 of .* buffers have come"):
+            _sender(served).send(served.model)
+    _check_cores(served, new, 4)
+    with pytest.raises(WeightsError, match="nothing named"):
+        _sender(served).send({"model.layers.99.extra": np.ones(3, np.float32)})
+
+
+def test_every_answer_under_load_is_of_one_version_whichever_cores_wrote_it(
+    served: Served,
+) -> None:
+    """The answers to one request (n = 2) may be written by both cores."""
+    collector = Collector(served.rings())
+    rng, first = np.random.default_rng(12), new_stream_id() // 2
+    sent: list[Sent] = []
+    begun = asyncio.Event()
+
+    async def ask(engine: httpx.AsyncClient) -> None:
+        one = Sent(first + len(sent), rng.integers(5, 30000, 20).tolist(), False)
+        sent.append(one)
+        body = _body(one, int(rng.integers(4, MAX_NEW))) | {"n": 2}
+        answer = await engine.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        begun.set()
+
+    async def send() -> int:
+        await begun.wait()
+        return (await asyncio.to_thread(_sender(served).send, served.model)).version
+
+    async def ask_until(engine: httpx.AsyncClient, sending: asyncio.Future[int]) -> None:
+        while not sending.done():
+            await ask(engine)
+        await ask(engine)
+
+    async def main() -> int:
+        async with served.engine() as engine:
+            sending = asyncio.ensure_future(send())
+            await asyncio.gather(*(ask_until(engine, sending) for _ in range(12)))
+            return await sending
+
+    try:
+        assert asyncio.run(main()) == 5
+        with served.client() as client:
+            client.get("/v1/clairai")
+        assert collector.finish() == 0
+        versions: dict[int, set[int | None]] = {one.stream: set() for one in sent}
+        for reader, records in zip(collector.readers, collector.records, strict=True):
+            for record in records:
+                weights = reader.bank(record.bank_version).weights
+                for stream in {int(stream) for stream in record.rows["stream"]} & {*versions}:
+                    versions[stream].add(weights)
+    finally:
+        collector.close()
+    assert all(len(found) == 1 for found in versions.values()), versions
+    assert {*itertools.chain(*versions.values())} == {4, 5}
+    _check_cores(served, served.model, 5)
+
+
+class TrainerRoutes:
+    """What a Sender asks, by the routes of vLLM's trainers: they have no answers."""
+
+    def __init__(self, engine: httpx.Client, runtime: Path) -> None:
+        self._engine, self._runtime = engine, runtime
+
+    def post(self, path: str, body: dict[str, Any]) -> None:
+        answer = self._engine.post(path, json=body)
+        if answer.status_code != 200:
+            raise WeightsError(answer.text)
+
+    def state(self) -> WeightsState:
+        session = secrets.token_hex(16)
+        self.post("/init_weight_transfer_engine", {"init_info": {"session": session}})
+        return take_state(self._runtime, session)
+
+    def check(self, manifest: bytes) -> None:
+        raise NotImplementedError
+
+    def plan(self, manifest: bytes) -> None:
+        self.post("/update_weights", {"update_info": {"plan": manifest.decode()}})
+
+    def commit(self, manifest: bytes) -> WeightsCommitted:
+        self.post("/update_weights", {"update_info": {"manifest": manifest.decode()}})
+        return WeightsCommitted(self.state().version, "", 0, 0.0)
+
+
+@pytest.fixture
+def routes(served: Served) -> Iterator[TrainerRoutes]:
+    (path,) = served.runtime.glob("*/api.sock")
+    way = httpx.HTTPTransport(uds=str(path))
+    with httpx.Client(transport=way, base_url="http://engine", timeout=600) as engine:
+        yield TrainerRoutes(engine, served.runtime)
+
+
+def test_vllms_own_routes_for_trainers_reach_both_cores_or_none(
+    served: Served, new: Path, routes: TrainerRoutes
+) -> None:
+    sender = Sender(routes, runtime_dir=str(served.runtime))
+    routes.post("/pause", {})
+    routes.post("/start_weight_update", {})
+    half = ranked.pick(new, ranked.is_query)
+    with pytest.raises(WeightsError, match=r"k_proj\.weight.* is missing"):
+        sender.send(half)
+    routes.post("/start_weight_update", {})  # the one before has ended
+    assert sender.send(new).version == 6
+    routes.post("/finish_weight_update", {})
+    routes.post("/resume", {})
+    _check_cores(served, new, 6)
+
+
+def test_an_adapter_changes_the_weights_that_serve_on_both_cores(
+    served: Served, new: Path, adapter: Path, tmp_path: Path
+) -> None:
+    """They are those that were sent last."""
+    merged = adapters.merge(new, adapter, tmp_path / "merged")
+    right = ranked.greedy(merged)
+    assert right != ranked.greedy(new)
+
+    async def ask(engine: httpx.AsyncClient, prompt: tuple[int, ...], core: int) -> tuple[int, ...]:
+        body = {"model": ADAPTER, "prompt": list(prompt), "max_tokens": ranked.NUM_NEW}
+        body |= {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
+        headers = {"X-data-parallel-rank": str(core)}
+        answer = await engine.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return tuple(answer.json()["choices"][0]["token_ids"])
+
+    async def ask_all() -> list[list[tuple[int, ...]]]:
+        async with served.engine() as engine:
+            return [
+                [await ask(engine, prompt, core) for prompt in ranked.PROMPTS] for core in (0, 1)
+            ]
+
+    assert asyncio.run(ask_all()) == [right, right]
 
 
 def test_a_killed_core_ends_the_engine_with_its_reason_and_leaves_what_was_kept(

@@ -162,20 +162,29 @@ class ToyRanks(ToyLlm):
         folder: Path,
         num_ranks: int,
         gpus: Sequence[tuple[str, OpenDeviceBuffer]] = (),
+        publishers: Sequence[Any] = (),
     ) -> None:
-        """`gpus` are those of the ranks, if they have any."""
+        """`gpus` are those of the ranks, if they have any.
+
+        `publishers` are those of a pipeline, in which all ranks have a bank and the last replies
+        first.
+        """
         devices = tuple(uuid for uuid, _ in gpus) or (CPU,) * num_ranks
         memories = gpus or [(CPU, refuse_device_buffer)] * num_ranks
         epoch = secrets.randbits(63)
-        first, *others = (RankPlace(devices, rank, epoch) for rank in range(num_ranks))
-        control = CoreControl(None, (), num_ranks=num_ranks)
-        super().__init__(folder, None, control, memories[0], place=first)
+        num_banks = len(publishers) or 1
+        self._publisher_rank = len(publishers) - 1 if publishers else 0
+        first, *others = (RankPlace(devices, rank, epoch, num_banks) for rank in range(num_ranks))
+        control = CoreControl(None, (), num_ranks=num_ranks, publisher_rank=self._publisher_rank)
+        holders = [*publishers] or [None] * num_ranks
+        super().__init__(folder, holders[0], control, memories[0], place=first)
         self.ranks: list[ToyLlm] = [self]
-        for memory, place in zip(memories[1:], others, strict=True):
-            self.ranks.append(ToyLlm(folder, gpu=memory, place=place))
+        for memory, place, holder in zip(memories[1:], others, holders[1:], strict=True):
+            self.ranks.append(ToyLlm(folder, holder, gpu=memory, place=place))
 
     def ask_ranks(self, message: bytes) -> list[bytes]:
-        return [rank.answer(message) for rank in self.ranks]
+        replies = [rank.answer(message) for rank in self.ranks]
+        return [replies.pop(self._publisher_rank), *replies]
 
     def close(self) -> None:
         for rank in self.ranks:

@@ -14,13 +14,15 @@ from clairai.compat.kv_connectors import KEYED_CONNECTORS, find_unkeyed_connecto
 from clairai.errors import UnsupportedError
 from clairai.settings import Settings
 
-# 0.26.0 was run on a GPU (docs/numbers.md), 0.27.1 to 0.32.0 on a CPU (docs/matrix.md).
+# docs/matrix.md: all were run on a CPU, and all but 0.27 on a GPU.
 FIRST_VLLM: Final = (0, 26)
 LAST_VLLM: Final = (0, 32)
 
 # vLLM's methods of speculation under which rows are known to be right; each of MTP's is `mtp` too.
 SPECULATIVE_METHODS: Final = ("ngram", "draft_model", "eagle", "mtp")
 FIRST_SPECULATING: Final = (0, 32)  # releases before were not tried with speculation
+
+CORES_KEY: Final = "clairai_cores"  # of additional_config: how many there are, if several
 
 ModeCheck = Callable[[Any], bool]
 
@@ -108,6 +110,26 @@ def count_cores(config: Any) -> int:
     if _read_path(parallel, "data_parallel_hybrid_lb"):
         return _count_local_cores(config)
     return int(_read_path(parallel, "data_parallel_size") or 1)
+
+
+def find_core_number(config: Any) -> int | None:
+    """Which of several engine cores this is; None if it is the only one.
+
+    A core of a model without experts is told of none but itself, so we tell it (install.py). Its
+    number: config/parallel.py data_parallel_index, 0.32:439; before, all were on one machine, and
+    v1/engine/core.py run_engine_core, 0.26, sets data_parallel_rank_local.
+    """
+    if not (_read_path(config, "additional_config") or {}).get(CORES_KEY):
+        return None
+    parallel = config.parallel_config
+    number = getattr(parallel, "data_parallel_index", None)
+    return int(parallel.data_parallel_rank_local if number is None else number)
+
+
+def shares_api_server(config: Any) -> bool:
+    """True in an engine core that has others beside it, behind the same API server."""
+    is_external = bool(_read_path(config, "parallel_config.data_parallel_external_lb"))
+    return find_core_number(config) is not None and not is_external
 
 
 def _has_stages(config: Any) -> bool:
@@ -252,9 +274,7 @@ def check_modes(vllm_config: Any) -> None:
         )
 
 
-def check_core_settings(
-    vllm_config: Any, captures: CaptureSettings | None, *, accepts_weights: bool
-) -> None:
+def check_core_settings(vllm_config: Any, captures: CaptureSettings | None) -> None:
     """Refuse what several engine cores cannot do together.
 
     Asked where the engine's config is made: a core of a model without experts knows of no others.
@@ -263,25 +283,10 @@ def check_core_settings(
         return
     if captures is not None:
         captures.check_for_cores()
-    if accepts_weights:
-        raise UnsupportedError(
-            "new weights do not go with data parallelism: a trainer's tensors reach one engine "
-            "core, and the others would serve the old ones; run one server for each, or leave out "
-            "--weight-transfer-config"
-        )
     if _is_speculating(vllm_config):
         raise UnsupportedError(
             "speculative decoding with data parallelism was not tried; run one server for each "
             "engine core, or leave out --speculative-config"
-        )
-
-
-def check_stage_settings(vllm_config: Any, *, accepts_weights: bool) -> None:
-    """Refuse what the stages of a pipeline do not do together yet."""
-    if _has_stages(vllm_config) and accepts_weights:
-        raise UnsupportedError(
-            "pipeline parallelism does not go with new weights (each stage holds other tensors "
-            "than a trainer's manifest names); leave it out, or serve with pipeline_parallel_size 1"
         )
 
 

@@ -14,9 +14,14 @@ from typing import Any, Final
 
 from clairai.compat.capture_setup import make_capture_resolver
 from clairai.compat.change_steering import change_stream_steering
-from clairai.compat.check_engine import check_steering_mode
+from clairai.compat.check_engine import (
+    check_steering_mode,
+    find_core_number,
+    shares_api_server,
+)
 from clairai.compat.extra_args import read_cache_keys
 from clairai.compat.find_config import CONFIG_KEY
+from clairai.compat.pipeline_stages import find_publisher_rank
 from clairai.engine.capture.capture_resolver import CaptureResolver
 from clairai.engine.core_control import AskWorkers, CoreControl
 from clairai.engine.steer.steering_registry import SteeringLimits, SteeringRegistry
@@ -28,7 +33,6 @@ from clairai.store.stored_streams import StoredStreams
 from clairai.weights.manifest import changes_model, parse_manifest
 
 MIN_GATE_SLOTS: Final = 4096
-CORES_KEY: Final = "clairai_cores"  # of additional_config: how many there are, if several
 _CONTROL: Final = "clairai_core_control"
 
 
@@ -72,7 +76,16 @@ def _make_core_control(core: Any) -> CoreControl:
     change = None if registry is None else functools.partial(change_stream_steering, core, registry)
     guard, bank = functools.partial(require_idle, core), functools.partial(find_local_bank, core)
     num_ranks = core.vllm_config.parallel_config.world_size
-    return CoreControl(registry, resolved.probes, change, guard, bank, num_ranks)
+    return CoreControl(
+        registry,
+        resolved.probes,
+        change,
+        guard,
+        bank,
+        num_ranks,
+        find_publisher_rank(core.vllm_config),
+        is_one_of_several=shares_api_server(core.vllm_config),
+    )
 
 
 def update_weights(core: Any, called: Mapping[str, Any], ask_workers: AskWorkers) -> list[None]:
@@ -82,6 +95,13 @@ def update_weights(core: Any, called: Mapping[str, Any], ask_workers: AskWorkers
     Asked of the ranks themselves, one that raises would leave the replies of the others in vLLM's
     queues, for the next call to find (v1/executor/multiproc_executor.py collective_rpc, 0.32).
     """
+    plan, manifest = read_update_info(called)
+    get_core_control(core).update_begun(plan, manifest, ask_workers)
+    return [None] * core.vllm_config.parallel_config.world_size
+
+
+def read_update_info(called: Mapping[str, Any]) -> tuple[bytes | None, bytes | None]:
+    """The plan or the manifest in a call of `collective_rpc("update_weights", ...)`."""
     info = (called.get("kwargs") or {}).get("update_info")
     if info is None:
         info = next(iter(called.get("args") or ()), None)
@@ -91,8 +111,7 @@ def update_weights(core: Any, called: Mapping[str, Any], ask_workers: AskWorkers
             "clairai.weights.Sender, or vLLM's trainer with the backend's name"
         )
     given = {kind: str(text).encode() for kind, text in info.items()}
-    get_core_control(core).update_begun(given.get("plan"), given.get("manifest"), ask_workers)
-    return [None] * core.vllm_config.parallel_config.world_size
+    return given.get("plan"), given.get("manifest")
 
 
 def find_local_bank(core: Any) -> EngineBank | None:
@@ -111,7 +130,11 @@ def require_idle(core: Any, manifest: bytes) -> None:
         return
     requests = list(core.scheduler.requests.values())
     unfinished = Counter(id(getattr(one, "clairai_stream_owner", None)) for one in requests)
-    begun = sum(_has_begun(request, unfinished) for request in requests)
+    is_shared = shares_api_server(core.vllm_config)
+    begun = sum(
+        _has_begun(request, unfinished) or (is_shared and _is_a_choice(request))
+        for request in requests
+    )
     if begun:
         raise WeightsBusyError(
             f"{begun} requests have begun with the weights that serve; weights change when they "
@@ -131,18 +154,10 @@ def _has_begun(request: Any, unfinished: Counter[int]) -> bool:
     return owner is not None and owner.num_admitted > unfinished[id(owner)]
 
 
-def find_core_number(vllm_config: Any) -> int | None:
-    """Which of several engine cores this is; None if it is the only one.
-
-    A core of a model without experts is told of none but itself, so we tell it (install.py). Its
-    number: config/parallel.py data_parallel_index, 0.32:439; before, all were on one machine, and
-    v1/engine/core.py run_engine_core, 0.26, sets data_parallel_rank_local.
-    """
-    if not vllm_config.additional_config.get(CORES_KEY):
-        return None
-    parallel = vllm_config.parallel_config
-    number = getattr(parallel, "data_parallel_index", None)
-    return int(parallel.data_parallel_rank_local if number is None else number)
+def _is_a_choice(request: Any) -> bool:
+    """True for one of the answers (n > 1) to a request: others may have begun on other cores."""
+    owner = getattr(request, "clairai_stream_owner", None)
+    return owner is not None and request.request_id != owner.parent
 
 
 def make_core_capture_resolver(core: Any) -> CaptureResolver:

@@ -106,8 +106,7 @@ def _check_core_settings(config: Any) -> None:
     from clairai.compat.check_engine import check_core_settings
     from clairai.compat.engine_core import get_settings
 
-    captures = get_settings(config).capture_settings
-    check_core_settings(config, captures, accepts_weights=accepts_weights(config))
+    check_core_settings(config, get_settings(config).capture_settings)
 
 
 def _tell_cores(config: Any) -> None:
@@ -115,7 +114,7 @@ def _tell_cores(config: Any) -> None:
 
     ParallelConfig.reconfigure_for_independent_dp_rank, 0.32:1172.
     """
-    from clairai.compat.engine_core import CORES_KEY
+    from clairai.compat.check_engine import CORES_KEY
 
     parallel = getattr(config, "parallel_config", None)
     num_cores = int(getattr(parallel, "data_parallel_size", 1))
@@ -141,8 +140,8 @@ def _keep_scores_offline(config: Any, usage: Any) -> None:
 def _wrap_preprocess_add_request(original: Any) -> Any:
     from clairai.compat import kv_connectors
     from clairai.compat.admission import Admission
+    from clairai.compat.check_engine import find_core_number
     from clairai.compat.engine_core import (
-        find_core_number,
         get_core_control,
         make_core_capture_resolver,
         make_used_streams,

@@ -27,7 +27,7 @@ import msgspec
 
 from clairai.local.heartbeat import Heartbeat, has_heartbeat
 from clairai.wire.control_messages import CONTROL_METHOD, Control
-from clairai.wire.weights_messages import WeightsControl
+from clairai.wire.weights_messages import RankControl, WeightsControl
 
 ROUND_S: Final = 0.5
 _DECODER: Final = msgspec.msgpack.Decoder(Control)
@@ -84,7 +84,7 @@ def expect_long_call(core: Any, method: Any, args: Any) -> AbstractContextManage
 
 def _is_about_weights(args: Any) -> bool:
     try:
-        return isinstance(_DECODER.decode(args[0]), WeightsControl)
+        return isinstance(_DECODER.decode(args[0]), WeightsControl | RankControl)
     except (msgspec.MsgspecError, TypeError, IndexError, UnicodeDecodeError, RecursionError):
         return False  # the workers say what is wrong with it
 

@@ -14,8 +14,11 @@ sites, and number them alike; each runs the taps of its own blocks. Runs in: the
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, MutableMapping, Sequence
+import logging
+import os
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -78,6 +81,25 @@ def put_publisher_first(vllm_config: Any, replies: Sequence[bytes]) -> list[byte
     """The replies of all ranks, that of the rank with the ring first."""
     rank = find_publisher_rank(vllm_config)
     return [*replies[rank : rank + 1], *replies[:rank], *replies[rank + 1 :]]
+
+
+@contextlib.contextmanager
+def end_with_a_rank(stage: Stage | None) -> Iterator[None]:
+    """End a rank of a pipeline that cannot do what the others do: rows would be of two banks.
+
+    vLLM ends the engine with it.
+    """
+    try:
+        yield
+    except BaseException:
+        if stage is None or stage.is_alone:
+            raise
+        logging.getLogger("vllm.clairai").critical(
+            "a change of the bank failed in one rank of a pipeline: the engine ends, because its "
+            "stages would score with different banks",
+            exc_info=True,
+        )
+        os._exit(1)
 
 
 class FoundSites(msgspec.Struct, frozen=True):

@@ -13,11 +13,12 @@ checked, so a step of the model runs before it or after it, never in between. Ru
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from clairai.compat.engine_core import get_settings
 from clairai.compat.install import TRANSFER_BACKEND
+from clairai.compat.pipeline_stages import end_with_a_rank
 from clairai.compat.ranks import gather_bytes
 from clairai.errors import UnsupportedError, WeightsError
 from clairai.local.free_memory import untouched_bytes
@@ -103,7 +105,7 @@ class ClairaiIpcEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             refuse_device_buffer if gpu == CPU else _make_device_opener(gpu, device),
             expected,
             self._load,
-            lambda: _for_all_ranks(measure_needs(self.model, vllm_config, device), place),
+            lambda: measure_needs(self.model, vllm_config, device).for_many(len(place.devices)),
             place=place,
             find_groups=lambda: self._find_groups(expected),
         )
@@ -156,7 +158,11 @@ def get_weights_control(worker: Any) -> WeightsControl | None:
     engine = getattr(worker, "weight_transfer_engine", None)
     if not isinstance(engine, ClairaiIpcEngine):
         return None
-    return WeightsControl(worker, engine.updater, getattr(worker, "clairai_step_publisher", None))
+    holder = getattr(worker, "clairai_step_publisher", None)
+    if holder is None:
+        holder = getattr(worker, "clairai_held_bank", None)
+    stage = getattr(worker, "clairai_stage", None)
+    return WeightsControl(worker, engine.updater, holder, functools.partial(end_with_a_rank, stage))
 
 
 def list_model_tensors(vllm_config: Any) -> dict[str, ExpectedTensor]:
@@ -228,10 +234,10 @@ def _find_place(vllm_config: Any, device: str, folder: Path) -> RankPlace:
     get_world_group().cpu_group    distributed/parallel_state.py   0.26 and 0.32
     """
     parallel = vllm_config.parallel_config
-    if parallel.data_parallel_size != 1:
+    if parallel.data_parallel_size != 1:  # known to a core of a model with experts alone
         raise UnsupportedError(
-            f"backend {TRANSFER_BACKEND} serves engines without data parallelism, this one has "
-            f"{parallel.data_parallel_size} of them; start servers of their own"
+            f"backend {TRANSFER_BACKEND} serves engine cores that work on their own, and these "
+            f"{parallel.data_parallel_size} run forwards for each other; start servers of their own"
         )
     if parallel.world_size == 1:
         return RankPlace((device,))
@@ -245,7 +251,10 @@ def _find_place(vllm_config: Any, device: str, folder: Path) -> RankPlace:
             f"backend {TRANSFER_BACKEND} serves ranks of one machine with one runtime_dir; use "
             "vLLM's own nccl backend, or an engine on each machine"
         )
-    return RankPlace(tuple(card.device for card in cards), group.rank_in_group, cards[0].epoch)
+    devices = tuple(card.device for card in cards)
+    has_stages = parallel.pipeline_parallel_size > 1  # then all ranks score
+    num_banks = len(devices) if has_stages else 1
+    return RankPlace(devices, group.rank_in_group, cards[0].epoch, num_banks)
 
 
 class _RankCard(msgspec.Struct, frozen=True):
@@ -261,14 +270,6 @@ def _exchange(mine: _RankCard, group: Any) -> list[_RankCard]:
     """The cards of all ranks, in their order."""
     found = gather_bytes(msgspec.json.encode(mine), group)
     return [msgspec.json.decode(one, type=_RankCard) for one in found]
-
-
-def _for_all_ranks(needs: LoadNeeds, place: RankPlace) -> LoadNeeds:
-    """The ranks load at the same time, and share the machine's memory; each has its own GPU."""
-    count = len(place.devices)
-    return replace(
-        needs, host_nbytes=needs.host_nbytes * count, promised_nbytes=needs.promised_nbytes * count
-    )
 
 
 def _gpu_uuid(device: Any) -> str:

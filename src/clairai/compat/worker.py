@@ -12,11 +12,8 @@ Worker.reset_weights           v1/worker/gpu_worker.py   -           0.32:380
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
-import os
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any, Final
 
 from clairai.compat import check_engine, model_ops, model_sites, ranks, step_hooks
@@ -30,7 +27,6 @@ from clairai.compat.capture_setup import (
 )
 from clairai.compat.engine_core import (
     CompileKey,
-    find_core_number,
     get_model_name,
     get_settings,
     make_registry,
@@ -43,6 +39,7 @@ from clairai.compat.pipeline_stages import (
     Stage,
     StageHandover,
     connect_stages,
+    end_with_a_rank,
     find_stage,
     gather_fingerprints,
     join_sites,
@@ -58,7 +55,12 @@ from clairai.engine.score.fused_norm import FusedNormSite
 from clairai.engine.score.held_bank import HeldBank
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.step import StepListener
-from clairai.engine.worker_control import WeightsReceiver, answer_control, follow_control
+from clairai.engine.worker_control import (
+    BankHolder,
+    WeightsReceiver,
+    answer_control,
+    follow_control,
+)
 from clairai.errors import PointError
 from clairai.local.private_socket import runtime_dir
 from clairai.points import Point
@@ -86,7 +88,6 @@ def prepare(worker: Any) -> None:
     if accepts_weights(config):
         check_engine.check_weights_mode(config)
     resolved = resolve_engine_settings(config)
-    check_engine.check_stage_settings(config, accepts_weights=accepts_weights(config))
     # Refuse now what the engine core would refuse later.
     make_registry(config, resolved)
     make_capture_resolver(config, resolved)
@@ -104,31 +105,13 @@ def handle_control(worker: Any, message: bytes) -> bytes:
     other stages follow changes of the bank, and all take weights.
     """
     held = getattr(worker, "clairai_held_bank", None)
-    with _end_with_a_rank(getattr(worker, "clairai_stage", None)):
+    with end_with_a_rank(getattr(worker, "clairai_stage", None)):
+        weights = _find_weights_control(worker)
         if held is not None:
-            return follow_control(held, message)
+            return follow_control(held, message, weights)
         publisher = getattr(worker, "clairai_step_publisher", None)
         capture = getattr(worker, "clairai_capture", None)
-        return answer_control(publisher, message, capture, _find_weights_control(worker))
-
-
-@contextlib.contextmanager
-def _end_with_a_rank(stage: Stage | None) -> Iterator[None]:
-    """End a rank of a pipeline that cannot do what the others do: rows would be of two banks.
-
-    vLLM ends the engine with it.
-    """
-    try:
-        yield
-    except BaseException:
-        if stage is None or stage.is_alone:
-            raise
-        logging.getLogger("vllm.clairai").critical(
-            "a change of the bank failed in one rank of a pipeline: the engine ends, because its "
-            "stages would score with different banks",
-            exc_info=True,
-        )
-        os._exit(1)
+        return answer_control(publisher, message, capture, weights)
 
 
 def _find_weights_control(worker: Any) -> WeightsReceiver | None:
@@ -172,22 +155,26 @@ def _install_taps(worker: Any, resolved: ResolvedSettings) -> None:
         listeners.append(steering)
     publisher: StepPublisher | None = None
     earlier = None if stage.is_alone else _join_capture(worker, settings, names_of_stages)
+    held: HeldBank | None = None
     if stage.is_publisher:  # every rank of a stage holds the whole stream: one speaks for all
         publisher = worker.clairai_step_publisher = _make_publisher(worker, resolved, sites)
         listeners.append(publisher)
         if settings.capture_settings is not None:
             # After the publisher, because rules wait for the scores.
-            captures = settings.capture_settings.for_core(find_core_number(worker.vllm_config))
+            captures = settings.capture_settings.for_core(
+                check_engine.find_core_number(worker.vllm_config)
+            )
             worker.clairai_capture = make_capture(worker, captures, sites, earlier)
             listeners.append(worker.clairai_capture)
     elif not stage.is_alone:
-        worker.clairai_held_bank = HeldBank(tables, _make_bank(worker, resolved, sites))
+        bank, weights = _make_bank(worker, resolved, sites), _first_weights(worker.vllm_config)
+        held = worker.clairai_held_bank = HeldBank(tables, bank, weights)
         if earlier is not None:
             places = stash_indexes(sites, tables)
             sender = make_stage_capture(stage, names_of_stages, tables, places, earlier)
             worker.clairai_stage_capture = sender
             listeners.append(sender)
-    watch_weights(worker, publisher)
+    watch_weights(worker, publisher or held)
     if listeners:
         repeat_path = RepeatPath() if publisher is None else publisher.repeat_path
         worker.clairai_inputs = step_hooks.connect_listeners(model_runner, listeners, repeat_path)
@@ -368,10 +355,15 @@ def _make_publisher(worker: Any, resolved: ResolvedSettings, sites: Sites) -> St
         vllm=check_engine.vllm_version(),
         points=tuple(str(point) for point in resolved.points),
         max_requests=config.scheduler_config.max_num_seqs,
-        weights=0 if accepts_weights(config) else None,
+        weights=_first_weights(config),
         engine=_name_shared_engine(config),
     )
     return StepPublisher(resolved.settings, worker.clairai_tables, bank, about)
+
+
+def _first_weights(config: Any) -> int | None:
+    """The version of the weights at start-up; None if they cannot change."""
+    return 0 if accepts_weights(config) else None
 
 
 def _name_shared_engine(config: Any) -> str:
@@ -379,7 +371,7 @@ def _name_shared_engine(config: Any) -> str:
 
     config/vllm.py instance_id, 0.26 and 0.32:425.
     """
-    return "" if find_core_number(config) is None else f"{config.instance_id}"
+    return "" if check_engine.find_core_number(config) is None else f"{config.instance_id}"
 
 
 def _count_memory(model_runner: Any, nbytes: int) -> None:
@@ -475,19 +467,19 @@ def _call_before(worker: Any, name: str, first: Any) -> None:
     setattr(worker, name, wrapped)
 
 
-def watch_weights(worker: Any, publisher: StepPublisher | None) -> None:
-    """Count every change of the model's weights, whoever makes it, and tell the publisher.
+def watch_weights(worker: Any, holder: BankHolder | None) -> None:
+    """Count every change of the model's weights, whoever makes it, and tell who has the bank.
 
     There is one count of them: a version never stands for two sets of weights. Ranks without a
-    publisher count too, so that they know what they hold.
+    bank count too, so that they know what they hold.
     """
     for name in (*_BACKEND_METHODS, *_VLLM_METHODS):
         original = getattr(worker, name, None)
         if original is not None:
-            setattr(worker, name, _with_weights_version(worker, publisher, original))
+            setattr(worker, name, _with_weights_version(worker, holder, original))
 
 
-def _with_weights_version(worker: Any, publisher: StepPublisher | None, original: Any) -> Any:
+def _with_weights_version(worker: Any, holder: BankHolder | None, original: Any) -> Any:
     is_vllms_own = original.__name__ in _VLLM_METHODS
 
     @functools.wraps(original)
@@ -499,12 +491,12 @@ def _with_weights_version(worker: Any, publisher: StepPublisher | None, original
         finally:  # after a failure too: nobody can say how far it got
             if updater is not None and (is_vllms_own or (updater.is_torn and not was_torn)):
                 updater.served = ServedWeights(updater.served.version + 1)
-            if publisher is not None:
-                version = (publisher.weights or 0) + 1
+            if holder is not None:
+                version = (holder.weights or 0) + 1
                 if updater is not None:
                     version = updater.served.version
-                if version != publisher.weights:
-                    publisher.set_weights_version(version)
+                if version != holder.weights:
+                    holder.set_weights_version(version)
 
     return wrapped
 

@@ -22,6 +22,8 @@ from clairai.errors import (
     EngineGoneError,
     RequestError,
     SteeringOffError,
+    UnsupportedError,
+    WeightsError,
     WeightsTornError,
 )
 from clairai.fields.catalog import rule_threshold
@@ -58,6 +60,10 @@ _WORKER_ELSEWHERE: Final = ring_messages.Refusal(
 _FOR_RANKS: Final = ring_messages.Refusal(
     "unsupported", "the engine core asks this of its ranks; send check, plan, verify or commit"
 )
+_FOR_ALL_CORES: Final = (
+    "this engine core is one of several, and weights reach all of them or none; send them to their "
+    "API server, with a Sender or vLLM's trainer"
+)
 
 AskWorkers = Callable[[bytes], list[bytes]]
 AmendStream = Callable[[int, Sequence[SteerEntry]], list[int]]
@@ -77,15 +83,24 @@ class CoreControl:
         guard: CheckWeights | None = None,
         bank: ReadBank = lambda: None,
         num_ranks: int = 1,
+        publisher_rank: int = 0,
+        *,
+        is_one_of_several: bool = False,
     ) -> None:
         """`amend` changes the steering of a stream's running answers and returns their positions.
 
         `guard` raises if the weights of a manifest may not be committed now. `bank` gives the
         worker's bank if the worker is in this process; else its changes are followed by message.
-        New weights are loaded by all of `num_ranks` or by none.
+        New weights are loaded by all of `num_ranks` or by none. The first of their replies is that
+        of `publisher_rank`, which has the ring. A core that `is_one_of_several` takes part in what
+        its API server commits on all of them.
         """
+        self._is_one_of_several = is_one_of_several
+        self._loaded: tuple[str, bytes] | None = None  # a transfer, and what the ranks replied
         self._read_bank = bank
         self._num_ranks = num_ranks
+        others = (rank for rank in range(num_ranks) if rank != publisher_rank)
+        self._order = (publisher_rank, *others)  # of the ranks' replies
         self._registry = registry
         self._amend = amend
         self._check_weights = guard
@@ -111,8 +126,8 @@ class CoreControl:
             return ask_workers(message)  # the workers say what is wrong with it
         if isinstance(control, weights_messages.WeightsControl):
             return [self._control_weights(control, ask_workers)]
-        if isinstance(control, weights_messages.RankControl):
-            return [_ENCODER.encode(_FOR_RANKS)]
+        if isinstance(control, weights_messages.RankControl | weights_messages.CheckIdle):
+            return [self._take_part(control, ask_workers)]
         if isinstance(control, control_messages.RedirectProbesShared) and self._read_bank() is None:
             return [_ENCODER.encode(_WORKER_ELSEWHERE)]
         if not isinstance(control, steering_messages.SteeringControl):
@@ -196,13 +211,57 @@ class CoreControl:
         self, control: weights_messages.WeightsControl, ask_workers: AskWorkers
     ) -> bytes:
         try:
-            if self._check_weights is not None and isinstance(
-                control, weights_messages.CommitWeights
-            ):
-                self._check_weights(control.manifest)
+            if isinstance(control, weights_messages.CommitWeights):
+                self._require_alone()
+                self._require_idle(control.manifest)
             return self._follow_commit(self._ask_ranks(control, _explain_death(ask_workers)))
         except ClairaiError as error:
             return _ENCODER.encode(ring_messages.Refusal(error.code, error.reason))
+
+    def _require_alone(self) -> None:
+        """UnsupportedError if other cores would go on with the old weights."""
+        if self._is_one_of_several:
+            raise UnsupportedError(_FOR_ALL_CORES)
+
+    def _require_idle(self, manifest: bytes) -> None:
+        if self._check_weights is not None:
+            self._check_weights(manifest)
+
+    def _take_part(
+        self,
+        control: weights_messages.RankControl | weights_messages.CheckIdle,
+        ask_workers: AskWorkers,
+    ) -> bytes:
+        """Do what the API server asks of each of its cores; their ranks are asked the same."""
+        if not self._is_one_of_several:
+            return _ENCODER.encode(_FOR_RANKS)
+        ask = _explain_death(ask_workers)
+        try:
+            match control:
+                case weights_messages.CheckIdle(manifest):
+                    self._require_idle(manifest)
+                    return _ENCODER.encode(weights_messages.WeightsPlanned("", 0))
+                case weights_messages.PrepareWeights():
+                    transfer = self._prepare_on_ranks(control, ask)
+                    return _ENCODER.encode(weights_messages.WeightsPlanned(transfer, 0))
+                case weights_messages.ApplyWeights(transfer):
+                    reply = self._apply_on_ranks(control, ask)
+                    self._loaded = transfer, reply
+                    return _without_rows(reply)
+                case weights_messages.InstallBanks(transfer):
+                    return self._install_loaded(transfer, ask)
+                case _:
+                    replies = ask(_ENCODER.encode(control))
+                    self._require_all(replies)
+                    return replies[0]
+        except ClairaiError as error:
+            return _ENCODER.encode(ring_messages.Refusal(error.code, error.reason))
+
+    def _install_loaded(self, transfer: str, ask_workers: AskWorkers) -> bytes:
+        loaded, self._loaded = self._loaded, None
+        if loaded is None or loaded[0] != transfer:
+            raise WeightsError(f"transfer {transfer} was not loaded last; send it again")
+        return self._follow_commit(self._install_probes(transfer, loaded[1], ask_workers))
 
     def _ask_ranks(
         self, control: weights_messages.WeightsControl, ask_workers: AskWorkers
@@ -219,9 +278,9 @@ class CoreControl:
         if isinstance(control, weights_messages.PlanWeights):
             # Checked first, so that a plan that one rank refuses replaces none of another sender.
             checked = weights_messages.CheckWeights(control.manifest)
-            _require_all(ask_workers(_ENCODER.encode(self._with_known_vectors(checked))))
+            self._require_all(ask_workers(_ENCODER.encode(self._with_known_vectors(checked))))
         replies = ask_workers(question)
-        _require_all(replies)
+        self._require_all(replies)
         return replies[0]
 
     def update_begun(self, plan: bytes | None, commit: bytes | None, ask: AskWorkers) -> None:
@@ -231,9 +290,10 @@ class CoreControl:
         ends the update, as it does with vLLM's own backends.
         """
         ask = _explain_death(ask)
+        self._require_alone()
         try:
             if plan is not None:
-                _require_all([self._ask_ranks(weights_messages.PlanWeights(plan), ask)])
+                self._require_all([self._ask_ranks(weights_messages.PlanWeights(plan), ask)])
             if commit is not None:
                 prepare = weights_messages.PrepareWeights(commit)
                 self._follow_commit(self._commit_on_ranks(prepare, ask, is_begun=True))
@@ -248,9 +308,16 @@ class CoreControl:
     ) -> bytes:
         """All ranks load new weights, or none: each is prepared before the first one loads.
 
-        After that only vLLM's own loading can fail; then no rank may serve until a whole set comes.
         `is_begun`: a caller of vLLM's begins the update and ends it.
         """
+        transfer = self._prepare_on_ranks(prepare, ask_workers)
+        apply = weights_messages.ApplyWeights(transfer, is_begun)
+        return self._install_probes(transfer, self._apply_on_ranks(apply, ask_workers), ask_workers)
+
+    def _prepare_on_ranks(
+        self, prepare: weights_messages.PrepareWeights, ask_workers: AskWorkers
+    ) -> str:
+        """The transfer, for which every rank is prepared."""
         replies = ask_workers(_ENCODER.encode(self._with_known_vectors(prepare)))
         prepared = [_REPLY_DECODER.decode(reply) for reply in replies]
         transfer = next(
@@ -258,12 +325,20 @@ class CoreControl:
             "",
         )
         try:
-            _require_all(replies)
+            self._require_all(replies)
         except ClairaiError:
             if transfer:
                 ask_workers(_ENCODER.encode(weights_messages.AbandonWeights(transfer)))
             raise
-        apply = weights_messages.ApplyWeights(transfer, is_begun)
+        return transfer
+
+    def _apply_on_ranks(
+        self, apply: weights_messages.ApplyWeights, ask_workers: AskWorkers
+    ) -> bytes:
+        """Load what is prepared: only vLLM's own loading can fail now.
+
+        Then no rank may serve until a whole set comes.
+        """
         replies = ask_workers(_ENCODER.encode(apply))
         outcomes = [_REPLY_DECODER.decode(reply) for reply in replies]
         loaded = [one for one in outcomes if isinstance(one, weights_messages.WeightsCommitted)]
@@ -272,14 +347,42 @@ class CoreControl:
         refused = [one for one in outcomes if isinstance(one, ring_messages.Refusal)]
         is_untouched = not loaded and all(one.code != WeightsTornError.code for one in refused)
         if not is_untouched:
-            ask_workers(_ENCODER.encode(weights_messages.TearWeights()))
+            self._tear(ask_workers)
             reasons = " and ".join(dict.fromkeys(one.reason.partition(";")[0] for one in refused))
             raise WeightsTornError(
                 f"{len(loaded)} of {len(outcomes)} ranks have the new weights: "
                 f"{reasons or 'they differ'}; send a whole set of weights, or restart the engine"
             )
-        _require_all(replies)
+        self._require_all(replies)
         raise AssertionError("a rank refused, or all have loaded")
+
+    def _require_all(self, replies: Sequence[bytes]) -> None:
+        """Raise the first refusal among the replies of the ranks."""
+        for rank, reply in zip(self._order, replies, strict=False):
+            outcome = _REPLY_DECODER.decode(reply)
+            if isinstance(outcome, ring_messages.Refusal):
+                where = f"rank {rank}: " if rank else ""
+                raise _ERRORS.get(outcome.code, ClairaiError)(f"{where}{outcome.reason}")
+
+    def _install_probes(self, transfer: str, reply: bytes, ask_workers: AskWorkers) -> bytes:
+        """Have the ranks score with probes that came along: only when all have loaded the model.
+
+        Else a load that fails on one rank would leave it with other probes than the rest.
+        """
+        committed = _REPLY_DECODER.decode(reply)
+        assert isinstance(committed, weights_messages.WeightsCommitted)
+        if committed.probe_rows is None:
+            return reply
+        replies = ask_workers(_ENCODER.encode(weights_messages.InstallBanks(transfer)))
+        self._require_all(replies)
+        return replies[0]
+
+    def _tear(self, ask_workers: AskWorkers) -> None:
+        """No rank may serve until a whole set comes; all count on from the same versions."""
+        describe = self._with_known_vectors(weights_messages.DescribeWeights())
+        replies = map(_REPLY_DECODER.decode, ask_workers(_ENCODER.encode(describe)))
+        states = [one for one in replies if isinstance(one, weights_messages.WeightsState)]
+        ask_workers(_ENCODER.encode(weights_messages.TearWeights.after(states)))
 
     def _with_known_vectors(self, control: QuestionT) -> QuestionT:
         """Tell the workers which vectors can be replaced, whatever the sender said of them."""
@@ -374,13 +477,9 @@ def _explain_death(ask_workers: AskWorkers) -> AskWorkers:
     return ask
 
 
-def _require_all(replies: Sequence[bytes]) -> None:
-    """Raise the first refusal among the replies of the ranks."""
-    for rank, reply in enumerate(replies):
-        outcome = _REPLY_DECODER.decode(reply)
-        if isinstance(outcome, ring_messages.Refusal):
-            where = f"rank {rank}: " if rank else ""
-            raise _ERRORS.get(outcome.code, ClairaiError)(f"{where}{outcome.reason}")
+def _without_rows(reply: bytes) -> bytes:
+    committed = _REPLY_DECODER.decode(reply)
+    return _ENCODER.encode(msgspec.structs.replace(committed, probe_rows=None, vector_rows=()))
 
 
 def _replace_rows(vector: Vector, new: weights_messages.NewRows) -> Vector:

@@ -87,10 +87,15 @@ def answer_control(
     return _encode_reply(message, answer)
 
 
-def follow_control(held: HeldBank, message: bytes) -> bytes:
-    """The encoded reply of a rank without the ring, which follows changes of the bank."""
+def follow_control(held: HeldBank, message: bytes, weights: WeightsReceiver | None = None) -> bytes:
+    """The encoded reply of a rank without the ring: it follows changes of the bank, takes weights.
+
+    Of a pipeline, where every rank scores.
+    """
 
     def answer(control: control_messages.Control) -> control_messages.ControlReply:
+        if isinstance(control, weights_messages.WeightsControl | weights_messages.RankControl):
+            return _answer_weights(weights, control)
         if isinstance(control, _BANK_CONTROL):
             return _answer_bank(held, control)
         return ring_messages.Refusal("unsupported", "the rank with the ring answers this")

@@ -14,13 +14,14 @@ import contextlib
 import fcntl
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from clairai.errors import CoresDifferError
+from clairai.errors import ClairaiError, CoresDifferError
+from clairai.server.core_weights import CallCore, CoreWeights
 from clairai.wire import capture_messages, control_messages, steering_messages, weights_messages
 from clairai.wire.capture_messages import Captured, Captures, CaptureState
 from clairai.wire.control_messages import Control, ControlReply
@@ -46,8 +47,6 @@ _VERSIONED: Final = (
 _DECODER: Final = msgspec.msgpack.Decoder(ControlReply)
 _log: Final = logging.getLogger(__name__)
 
-CallCore = Callable[[bytes], Awaitable[list[bytes]]]
-
 
 class CoreGroup:
     """`calls` reach the engine cores, in the order of their numbers.
@@ -56,7 +55,8 @@ class CoreGroup:
     """
 
     def __init__(self, calls: Sequence[CallCore], folder: Path) -> None:
-        self._calls, self._folder = calls, folder
+        self._calls, self.folder = calls, folder
+        self._weights = CoreWeights(calls)
         self._difference: CoresDifferError | None = None
         self._changes: set[asyncio.Task[bytes]] = set()
 
@@ -66,20 +66,65 @@ class CoreGroup:
         return [reply[0] for reply in replies]
 
     async def ask(self, control: Control) -> bytes:
-        """The reply of all of them."""
+        """The reply of all of them. Of new weights: hold `lock` while they are committed."""
         message = msgspec.msgpack.encode(control)
+        if isinstance(control, weights_messages.CommitWeights):
+            return await self._finish(self._commit(control.manifest, is_begun=False))
+        if isinstance(control, weights_messages.WeightsControl):
+            return msgspec.msgpack.encode(await self._weights.answer(control))
         if not isinstance(control, _CHANGES):
             return _merge_replies(control, await self.ask_each(message))
-        # A caller that leaves must not end the change between two cores.
-        change = asyncio.ensure_future(self._change(message))
+        return await self._finish(self._change(message))
+
+    async def describe_weights(self) -> weights_messages.WeightsState:
+        return await self._weights.describe()
+
+    async def plan_begun(self, manifest: bytes) -> None:
+        """Plan new weights in an update that a caller of vLLM's has begun, and will end.
+
+        An error ends the update, as it does with vLLM's own backends.
+        """
+        try:
+            await self._weights.plan(manifest)
+        except ClairaiError:
+            await self._weights.end_update()
+            raise
+
+    async def commit_begun(self, manifest: bytes) -> None:
+        """Commit them in such an update."""
+
+        async def commit() -> bytes:
+            async with self.lock():
+                try:
+                    return await self._commit(manifest, is_begun=True)
+                except ClairaiError:
+                    await self._weights.end_update()
+                    raise
+
+        await self._finish(commit())
+
+    async def _finish(self, work: Coroutine[Any, Any, bytes]) -> bytes:
+        """A caller that leaves must not end a change between two cores."""
+        change = asyncio.ensure_future(work)
         self._changes.add(change)
         change.add_done_callback(self._changes.discard)
         return await asyncio.shield(change)
 
+    async def _commit(self, manifest: bytes, *, is_begun: bool) -> bytes:
+        self._require_alike()
+        try:
+            return msgspec.msgpack.encode(await self._weights.commit(manifest, is_begun=is_begun))
+        except CoresDifferError as error:
+            self._difference = error
+            raise
+
+    def _require_alike(self) -> None:
+        if self._difference is not None:
+            raise self._difference
+
     async def _change(self, message: bytes) -> bytes:
-        async with self._lock():
-            if self._difference is not None:
-                raise self._difference
+        async with self.lock():
+            self._require_alike()
             first, *others = self._calls
             replies = [(await first(message))[0]]
             if isinstance(_decode(replies[0]), Refusal):
@@ -108,9 +153,12 @@ class CoreGroup:
         )
 
     @contextlib.asynccontextmanager
-    async def _lock(self) -> AsyncIterator[None]:
-        """flock(2): the kernel releases it when its holder dies."""
-        fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    async def lock(self) -> AsyncIterator[None]:
+        """While no other API server changes the cores.
+
+        flock(2): the kernel releases it when its holder dies.
+        """
+        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             while not _try_lock(fd):  # noqa: ASYNC110  # another process wakes nobody here
                 await asyncio.sleep(LOCK_PAUSE_S)

@@ -6,9 +6,10 @@ Runs in: the API server. The engine is reached by `collective_rpc`, as vLLM's ow
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final, Literal, TypeVar
 
@@ -126,6 +127,15 @@ class EngineRpc:
         message = msgspec.msgpack.encode(control)
         replies: list[bytes] = await self._client.collective_rpc(CONTROL_METHOD, args=(message,))
         return replies[0]
+
+    @contextlib.asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """While no other API server changes the engine cores, if there are several."""
+        if self._cores is None:
+            yield
+            return
+        async with self._cores.lock():
+            yield
 
     async def describe_cores(self) -> list[Description]:
         """Of each engine core, in the order of their numbers."""

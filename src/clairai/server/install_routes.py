@@ -79,16 +79,24 @@ def attach(app: FastAPI) -> None:
 
 def connect(client: Any, state: Any) -> None:
     from clairai.compat.api_server import is_one_of_several_servers, watch_other_calls
-    from clairai.compat.engine_cores import find_core_calls, find_runtime_dir
+    from clairai.compat.engine_cores import (
+        find_core_calls,
+        find_runtime_dir,
+        is_core_group,
+        share_weight_calls,
+    )
     from clairai.compat.install import accepts_weights
 
     takes_weights = accepts_weights(getattr(client, "vllm_config", None))
     is_shared = is_one_of_several_servers(client)
     switch_threads_often()
-    calls = find_core_calls(client)
-    cores = CoreGroup(calls, find_runtime_dir(client)) if len(calls) > 1 else None
+    cores = None
+    if is_core_group(client):
+        cores = CoreGroup(find_core_calls(client), find_runtime_dir(client))
     engine = EngineRpc(client, is_shared=is_shared, accepts_weights=takes_weights, cores=cores)
     if takes_weights:
+        if cores is not None:
+            share_weight_calls(client, cores)
         watch_other_calls(client, engine.weight_versions.other_call)
     setattr(state, ATTRIBUTE, engine)
 

@@ -88,7 +88,7 @@ async def commit(request: Request) -> Response:
 
 async def _commit_banks(engine: EngineRpc, raw: bytes) -> WeightsCommitted:
     """Probes and vectors alone: no request has to wait."""
-    async with engine.changing:
+    async with engine.changing, engine.alone():
         return await engine.ask(CommitWeights(raw), WeightsCommitted)
 
 
@@ -103,7 +103,9 @@ async def _commit_when_idle(engine: EngineRpc, raw: bytes, drain: Drain) -> Weig
     while True:
         await _pause(engine, drain, max(deadline_s - time.monotonic(), 0))
         try:
-            return await _commit_paused(engine, raw)
+            # To resume, too: what another API server has found idle must stay so until it commits.
+            async with engine.alone():
+                return await _commit_paused(engine, raw)
         except WeightsBusyError:
             # A pause does not wait for preempted requests: they run first when it ends.
             if time.monotonic() > deadline_s:
@@ -127,7 +129,8 @@ async def _pause(engine: EngineRpc, drain: Drain, timeout_s: float) -> None:
     try:
         await asyncio.wait_for(engine.pause(drain), timeout_s)
     except TimeoutError:
-        await engine.resume()
+        async with engine.alone():
+            await engine.resume()
         reason = f"requests still run after {DRAIN_S:.0f} s; send again, or with drain=abort"
         raise RouteRefusal(HTTPStatus.CONFLICT, WeightsError.code, reason) from None
 

@@ -91,7 +91,7 @@ class BufferUploads:
         self._planned = None
         await asyncio.to_thread(self._relay.forget)
         state = await self._engine.ask(DescribeWeights(), WeightsState)
-        self._relay.expect(planned, Path(state.socket).parent, max(len(state.devices), 1))
+        self._relay.expect(planned, Path(state.socket).parent, state.ranks)
 
     def _cancel_timer(self) -> None:
         if self._idle_timer is not None:

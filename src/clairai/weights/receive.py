@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -73,10 +73,23 @@ class RankPlace:
     devices: tuple[str, ...]  # "cpu", or the UUID of a GPU, by rank
     rank: int = 0
     epoch: int = field(default_factory=make_epoch)
+    num_banks: int = 1  # the ranks that have the bank of probes, from the first on
 
     @property
     def device(self) -> str:
         return self.devices[self.rank]
+
+    @property
+    def has_bank(self) -> bool:
+        return self.rank < self.num_banks
+
+    def list_ranks(self) -> tuple[weights_messages.WeightsRank, ...]:
+        """All ranks of this engine core, for its senders."""
+        epoch = f"{self.epoch:016x}"
+        return tuple(
+            weights_messages.WeightsRank(epoch, rank, rank < self.num_banks)
+            for rank in range(len(self.devices))
+        )
 
 
 class TransferReceiver:
@@ -117,7 +130,7 @@ class TransferReceiver:
         place = self.place
         manifest = for_rank(parse_manifest(raw), place.rank, len(place.devices))
         expected = self._get_expected()
-        if place.rank:  # the first rank has the banks, and says what they take
+        if not place.has_bank:  # a rank that has one says what it takes
             expected = {**expected, **_accept_banks(manifest)}
         epoch = f"{place.epoch:016x}"
         engine = EngineTensors(epoch, place.device, expected, self._get_groups)
@@ -215,7 +228,7 @@ class ServedWeights:
 
 @dataclass(frozen=True)
 class Banks:
-    """What a control message brings along: the banks that can be changed, and shared memory.
+    """What a control message brings along: the banks that can be changed, shared memory, and more.
 
     vLLM's own routes bring none of it, so that probes and vectors cannot be named there.
     """
@@ -223,12 +236,14 @@ class Banks:
     columns: EngineBank | None = None
     vectors: tuple[weights_messages.VectorShape, ...] = ()
     shared: SharedBytes | None = None
+    num_cores: int = 1  # engine cores that load at the same time
 
 
 @dataclass(frozen=True)
 class _BankChanges:
     """What a transfer changes beside the model; the rows are for the engine core's own banks."""
 
+    transfer: str = ""
     columns: EngineBank | None = None
     probe_rows: weights_messages.NewRows | None = None
     vector_rows: tuple[weights_messages.NewRows, ...] = ()
@@ -294,8 +309,11 @@ class WeightsUpdater:
         manifest = self.receiver.check(raw)
         if changes_model(manifest):
             nbytes = sum(manifest.buffers) if manifest.device == CPU else 0
-            require_engine_room(nbytes, self._measure_needs())
+            require_engine_room(nbytes, self._find_needs())
         return manifest
+
+    def _find_needs(self) -> LoadNeeds:
+        return self._measure_needs().for_many(self.banks.num_cores)
 
     def plan(self, raw: bytes) -> Manifest:
         """Check a plan, and accept its buffers from now on."""
@@ -316,8 +334,8 @@ class WeightsUpdater:
         self._drop_prepared()
         try:
             manifest = self.receiver.check(raw)
-            if self.receiver.place.rank and not changes_model(manifest):
-                self._nothing = manifest.transfer  # the first rank alone has the banks
+            if not self.receiver.place.has_bank and not changes_model(manifest):
+                self._nothing = manifest.transfer
                 return self._nothing
             transfer, pending = self.receiver.take(manifest, self.banks.shared)
             try:
@@ -341,7 +359,7 @@ class WeightsUpdater:
         changes = self._check_banks(transfer)
         if weights:
             # Once more: others may have taken the memory since the plan.
-            require_engine_room(0, self._measure_needs())
+            require_engine_room(0, self._find_needs())
         return _PreparedTransfer(transfer, pending, changes)
 
     def apply(self, transfer: str) -> None:
@@ -365,16 +383,24 @@ class WeightsUpdater:
         finally:
             self.receiver.finish(prepared.pending)
 
+    def take_columns(self, transfer: str) -> EngineBank | None:
+        """The bank as this transfer changes it, once; None if it brought no probes."""
+        changes = self.changes
+        if changes.transfer != transfer:
+            return None
+        self.changes = replace(changes, columns=None)
+        return changes.columns
+
     def abandon(self, transfer: str) -> None:
         """Forget a transfer that was planned or prepared; the old weights go on serving."""
         self.receiver.forget(transfer)
         if self._prepared is not None and self._prepared.transfer.manifest.transfer == transfer:
             self._drop_prepared()
 
-    def tear(self) -> None:
+    def tear(self, version: int) -> None:
         """Another rank has other weights: only a whole set makes the engine whole again."""
         self.is_torn = True
-        self.served = ServedWeights(self.served.version + 1)
+        self.served = ServedWeights(version)
 
     def _drop_prepared(self) -> None:
         prepared, self._prepared = self._prepared, None
@@ -392,7 +418,7 @@ class WeightsUpdater:
             columns = self.banks.columns.redirect(probe_rows.names, rows_PD)
         for rows in vector_rows:
             _check_vector(rows, widths[rows.names[0]])
-        return _BankChanges(columns, probe_rows, vector_rows)
+        return _BankChanges(transfer.manifest.transfer, columns, probe_rows, vector_rows)
 
     def _read_probes(self, tensors: Sequence[tuple[str, Any]]) -> weights_messages.NewRows | None:
         """The new directions by probe; a whole bank comes as one tensor."""
@@ -411,11 +437,13 @@ class WeightsUpdater:
             label=self.served.label,
             digest=self.served.digest,
             epoch=f"{self.receiver.epoch:016x}",
-            device=self.receiver.device,
+            device=self.receiver.place.devices[0],
             num_tensors=len(self.expected_tensors()),
             is_torn=self.is_torn,
             socket=str(self.receiver.path),
             devices=self.receiver.place.devices,
+            ranks=self.receiver.place.list_ranks(),
+            bank_version=0 if self.banks.columns is None else self.banks.columns.version,
         )
 
     def close(self) -> None:
@@ -433,20 +461,40 @@ class _VllmWorker(Protocol):
     def finish_weight_update(self) -> None: ...
 
 
-class WeightsControl:
-    """Answers control messages about weights; `publisher` holds the bank of probes."""
+class BankHolder(Protocol):
+    """Scores with a bank of probes: the publisher, or a rank of a pipeline that follows it."""
 
-    def __init__(self, worker: _VllmWorker, updater: WeightsUpdater, publisher: Any) -> None:
-        self._worker, self._updater, self._publisher = worker, updater, publisher
+    @property
+    def bank(self) -> EngineBank: ...
+
+    def install(self, bank: EngineBank) -> EngineBank: ...
+
+    def set_weights_version(self, version: int, bank_version: int | None = None) -> None: ...
+
+
+class WeightsControl:
+    """Answers control messages about weights; `holder` is None in a rank without a bank."""
+
+    def __init__(
+        self,
+        worker: _VllmWorker,
+        updater: WeightsUpdater,
+        holder: BankHolder | None,
+        installing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """A changed bank is installed within `installing()`."""
+        self._worker, self._updater, self._holder = worker, updater, holder
+        self._installing = installing
 
     def answer(
         self, control: weights_messages.WeightsControl | weights_messages.RankControl
     ) -> weights_messages.WeightsReply:
         shared = getattr(control, "lent", None)  # of a commit
         self._updater.banks = Banks(
-            columns=None if self._publisher is None else self._publisher.bank,
+            columns=None if self._holder is None else self._holder.bank,
             vectors=getattr(control, "vectors", ()),  # of a question
             shared=shared,
+            num_cores=getattr(control, "num_cores", 1),
         )
         try:
             return self._answer(control)
@@ -474,7 +522,9 @@ class WeightsControl:
             case weights_messages.VerifyWeights(manifest):
                 return _plan_reply(updater.receiver.verify(manifest))
             case weights_messages.CommitWeights(manifest):
-                committed = self._apply(updater.prepare(manifest), is_begun=False)
+                transfer = updater.prepare(manifest)
+                self._apply(transfer, is_begun=False)
+                committed = self._install(transfer)
                 if control.wants_rows:
                     return committed
                 return msgspec.structs.replace(committed, probe_rows=None)
@@ -482,16 +532,18 @@ class WeightsControl:
                 return weights_messages.WeightsPlanned(updater.prepare(manifest), 0)
             case weights_messages.ApplyWeights(transfer, is_begun):
                 return self._apply(transfer, is_begun=is_begun)
+            case weights_messages.InstallBanks(transfer):
+                return self._install(transfer)
             case weights_messages.AbandonWeights(transfer, is_begun):
                 updater.abandon(transfer)
                 if is_begun:
                     with suppress(RuntimeError):  # none was begun
                         self._worker.finish_weight_update()
                 return updater.state()
-            case weights_messages.TearWeights():
-                updater.tear()
-                if self._publisher is not None:
-                    self._publisher.set_weights_version(updater.served.version)
+            case weights_messages.TearWeights(version, bank_version):
+                updater.tear(version)
+                if self._holder is not None:
+                    self._holder.set_weights_version(version, bank_version)
                 return updater.state()
 
     def _apply(self, transfer: str, *, is_begun: bool) -> weights_messages.WeightsCommitted:
@@ -507,7 +559,7 @@ class WeightsControl:
         except Exception as error:
             _log.exception("new weights could not be loaded")
             raise self._load_error(error) from error
-        return self._install()
+        return self._committed(None)
 
     def _load_error(self, error: Exception) -> WeightsError:
         kind = type(error).__name__
@@ -520,18 +572,23 @@ class WeightsControl:
             f"the engine cannot load them ({kind}, see its log); the old weights serve on"
         )
 
-    def _install(self) -> weights_messages.WeightsCommitted:
+    def _install(self, transfer: str) -> weights_messages.WeightsCommitted:
         """Install the changed bank; the model has its new weights already."""
-        served, changes = self._updater.served, self._updater.changes
-        columns = changes.columns
+        columns = self._updater.take_columns(transfer)
         if columns is not None:
-            columns = self._publisher.install(columns)
+            assert self._holder is not None
+            with self._installing():
+                columns = self._holder.install(columns)
+        return self._committed(None if columns is None else columns.version)
+
+    def _committed(self, bank_version: int | None) -> weights_messages.WeightsCommitted:
+        served, changes = self._updater.served, self._updater.changes
         return weights_messages.WeightsCommitted(
             version=served.version,
             digest=served.digest,
             nbytes=served.nbytes,
             load_s=served.load_s,
-            bank_version=None if columns is None else columns.version,
+            bank_version=bank_version,
             probe_rows=changes.probe_rows,
             vector_rows=changes.vector_rows,
         )

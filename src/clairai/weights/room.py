@@ -7,7 +7,7 @@ changes. The kernel refuses nobody that memory: it kills a process later, most l
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from clairai.errors import WeightsRoomError
 from clairai.local.free_memory import free_memory_bytes
@@ -21,6 +21,14 @@ class LoadNeeds:
     promised_nbytes: int = 0  # host memory that the engine has asked for and not used yet
     gpu_nbytes: int = 0
     gpu_free_nbytes: int = 0
+
+    def for_many(self, count: int) -> LoadNeeds:
+        """What as many processes take at once: they share the host, and each has its own GPU."""
+        return replace(
+            self,
+            host_nbytes=self.host_nbytes * count,
+            promised_nbytes=self.promised_nbytes * count,
+        )
 
 
 MeasureNeeds = Callable[[], LoadNeeds]

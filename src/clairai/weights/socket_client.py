@@ -21,7 +21,13 @@ from clairai.weights.socket_server import (
     rank_socket_path,
 )
 from clairai.wire.ring_messages import Refusal
-from clairai.wire.weights_messages import BufferFilled, BufferOffer, BufferReceived, WeightsGreeting
+from clairai.wire.weights_messages import (
+    BufferFilled,
+    BufferOffer,
+    BufferReceived,
+    WeightsGreeting,
+    WeightsRank,
+)
 
 GREETING_TIMEOUT_S: Final = 10.0
 READ_TIMEOUT_S: Final = 60.0
@@ -143,14 +149,13 @@ class RankClients:
                 closing.callback(client.close)
 
 
-def connect_ranks(folder: Path, epoch: str, num_ranks: int) -> RankClients:
-    """Connect to the ranks of an engine; EngineGoneError if one of them does not answer.
+def connect_ranks(folder: Path, ranks: Sequence[WeightsRank]) -> RankClients:
+    """Connect to ranks of an engine; EngineGoneError if one of them does not answer.
 
     In their order: two senders that hold a rank each would wait for each other.
     """
     with ExitStack() as opened:
-        ranks = range(num_ranks)
-        clients = [opened.enter_context(BufferClient(folder, epoch, rank)) for rank in ranks]
+        clients = [opened.enter_context(BufferClient(folder, one.epoch, one.rank)) for one in ranks]
         opened.pop_all()
     return RankClients(clients)
 

@@ -376,14 +376,17 @@ class TransportChooser:
     def connect(self, sources: Sequence[TensorSource], state: WeightsState) -> Transport:
         """Open a transport through the sockets; EngineGoneError if that engine does not answer.
 
-        Probes and vectors alone go to the first rank, which has them.
+        Probes and vectors alone go to the ranks that have them.
         """
-        devices = state.devices or (state.device,)
-        if all(kind_of(source.spec.name) != "model" for source in sources):
-            devices = devices[:1]
-        clients = connect_ranks(runtime_dir(self.runtime_dir), state.epoch, len(devices))
+        is_model = any(kind_of(source.spec.name) == "model" for source in sources)
+        taking = [
+            (rank, device)
+            for rank, device in zip(state.ranks, state.devices, strict=True)
+            if is_model or rank.has_bank
+        ]
+        clients = connect_ranks(runtime_dir(self.runtime_dir), [rank for rank, _ in taking])
         try:
-            return self._over_sockets(clients, sources, devices)
+            return self._over_sockets(clients, sources, [device for _, device in taking])
         except BaseException:
             clients.close()
             raise

@@ -17,7 +17,7 @@ from clairai.errors import WeightsError, printable
 from clairai.weights.host_buffers import HostBuffer
 from clairai.weights.manifest import CPU, Manifest, PlannedTensor, changes_model
 from clairai.weights.socket_client import RankClients, connect_ranks
-from clairai.wire.weights_messages import BufferOffer
+from clairai.wire.weights_messages import BufferOffer, WeightsRank
 
 MAX_UPLOAD_HEADER_BYTES: Final = 32 << 20  # as a manifest
 _LENGTH: Final = struct.Struct("<Q")
@@ -155,7 +155,7 @@ class UploadRelay:
     def __init__(self) -> None:
         self._plan: Manifest | None = None
         self._folder: Path | None = None
-        self._num_ranks = 1
+        self._ranks: tuple[WeightsRank, ...] = ()
         self._client: RankClients | None = None
 
     @property
@@ -163,13 +163,14 @@ class UploadRelay:
         """The transfer that is expected, or on its way."""
         return None if self._plan is None else self._plan.transfer
 
-    def expect(self, plan: Manifest, folder: Path, num_ranks: int = 1) -> None:
+    def expect(self, plan: Manifest, folder: Path, ranks: Sequence[WeightsRank]) -> None:
         """Expect the buffers of a plan that the engine accepted; `folder` has its sockets.
 
-        Probes and vectors alone go to the first rank.
+        Probes and vectors alone go to the ranks that have them.
         """
         self._plan, self._folder = plan, folder
-        self._num_ranks = num_ranks if changes_model(plan) else 1
+        is_model = changes_model(plan)
+        self._ranks = tuple(rank for rank in ranks if is_model or rank.has_bank)
 
     def begin_upload(self, transfer: str, index: int) -> SafetensorsUpload:
         """Begin the upload of a buffer of the plan; WeightsError for any other."""
@@ -191,7 +192,7 @@ class UploadRelay:
         assert self._plan is not None
         assert self._folder is not None
         if self._client is None:
-            self._client = connect_ranks(self._folder, self._plan.epoch, self._num_ranks)
+            self._client = connect_ranks(self._folder, self._ranks)
         buffer = upload.finish()
         offer = BufferOffer(self._plan.transfer, index, buffer.nbytes, "host")
         self._client.offer(offer, buffer.fds)

@@ -15,6 +15,7 @@ from clairai.wire.capture_messages import CaptureControl, CaptureReply
 from clairai.wire.ring_messages import ProbeInfo, Refusal
 from clairai.wire.steering_messages import SteeringControl, SteeringReply
 from clairai.wire.weights_messages import (
+    CheckIdle,
     FindVersions,
     RankControl,
     SharedBytes,
@@ -107,6 +108,7 @@ Control = (
     | CaptureControl
     | WeightsControl
     | RankControl
+    | CheckIdle
     | FindVersions
 )
 

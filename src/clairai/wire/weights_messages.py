@@ -5,6 +5,7 @@ A manifest is JSON as it came over HTTP. The worker answers these messages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -33,6 +34,8 @@ class WeightsQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     vectors: tuple[VectorShape, ...] = ()
     wants_rows: bool = True  # False: the core shares the worker's bank and needs no copy
+    # Engine cores that load at the same time, in the memory of one machine; the API server says it.
+    num_cores: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 class DescribeWeights(
@@ -79,7 +82,14 @@ WeightsControl = (
 )
 
 
-# What the engine core asks its ranks, if there are several: a commit in two phases.
+# What the engine core asks its ranks, and the API server its engine cores, if there are several: a
+# commit in two phases.
+
+
+class CheckIdle(msgspec.Struct, frozen=True, tag="check_idle", forbid_unknown_fields=True):
+    """Of an engine core: has every request ended that these weights would change under way?"""
+
+    manifest: bytes
 
 
 class PrepareWeights(
@@ -98,6 +108,12 @@ class ApplyWeights(msgspec.Struct, frozen=True, tag="apply_weights", forbid_unkn
     is_begun: bool = False
 
 
+class InstallBanks(msgspec.Struct, frozen=True, tag="install_banks", forbid_unknown_fields=True):
+    """Every rank has loaded it: score with the probes that came along, from the next step on."""
+
+    transfer: str
+
+
 class AbandonWeights(
     msgspec.Struct, frozen=True, tag="abandon_weights", forbid_unknown_fields=True
 ):
@@ -111,16 +127,38 @@ class AbandonWeights(
 
 
 class TearWeights(msgspec.Struct, frozen=True, tag="tear_weights", forbid_unknown_fields=True):
-    """Another rank has not the weights that you have: only a whole set repairs that."""
+    """Another rank has not the weights that you have: only a whole set repairs that.
+
+    What all of them hold now has these versions, which no rank has used.
+    """
+
+    version: int
+    bank_version: int
+
+    @classmethod
+    def after(cls, states: Sequence[WeightsState]) -> TearWeights:
+        """For ranks, or engine cores, of which these are the states."""
+        bank_versions = (state.bank_version for state in states)
+        return cls(1 + max(state.version for state in states), 1 + max(bank_versions))
 
 
-RankControl = PrepareWeights | ApplyWeights | AbandonWeights | TearWeights
+RankControl = PrepareWeights | ApplyWeights | InstallBanks | AbandonWeights | TearWeights
 
 
 class FindVersions(msgspec.Struct, frozen=True, tag="find_versions", forbid_unknown_fields=True):
     """With which weights did these streams begin?"""
 
     streams: tuple[int, ...]
+
+
+class WeightsRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A rank that takes new weights, at a socket of its own."""
+
+    epoch: Annotated[str, msgspec.Meta(description="of its engine core")]
+    rank: Annotated[int, msgspec.Meta(ge=0, description="in its engine core")]
+    has_bank: Annotated[
+        bool, msgspec.Meta(description="it scores: probes and vectors alone go to these ranks")
+    ]
 
 
 class WeightsState(msgspec.Struct, frozen=True, tag="weights_state", forbid_unknown_fields=True):
@@ -141,6 +179,8 @@ class WeightsState(msgspec.Struct, frozen=True, tag="weights_state", forbid_unkn
     devices: Annotated[
         tuple[str, ...], msgspec.Meta(description="of each rank; each takes the weights itself")
     ] = ()
+    ranks: tuple[WeightsRank, ...] = ()  # in the order of `devices`
+    bank_version: Annotated[int, msgspec.Meta(description="of the probes")] = 0
 
 
 class ListedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -154,13 +154,11 @@ def test_engine_cores_of_one_machine_are_served_and_capture_with_consumers_that_
     several = config("parallel_config.data_parallel_size", 2)
     several.parallel_config.data_parallel_size_local = 2
     check_modes(several)
-    check_core_settings(several, None, accepts_weights=False)
-    check_core_settings(several, CaptureSettings.parse({"folder": "c"}), accepts_weights=False)
+    check_core_settings(several, None)
+    check_core_settings(several, CaptureSettings.parse({"folder": "c"}))
     others = CaptureSettings.parse({"consumers": {"mine": {"kind": "queue", "folder": "c"}}})
     with pytest.raises(UnsupportedError, match="consumer 'mine' of kind 'queue' does not go with"):
-        check_core_settings(several, others, accepts_weights=False)
-    with pytest.raises(UnsupportedError, match="the others would serve the old ones"):
-        check_core_settings(several, None, accepts_weights=True)
+        check_core_settings(several, others)
 
 
 @pytest.mark.parametrize("balancer", ["data_parallel_external_lb", "data_parallel_hybrid_lb"])
@@ -168,7 +166,7 @@ def test_an_api_server_of_its_own_counts_its_own_engine_cores(balancer: str) -> 
     one = config("parallel_config.data_parallel_size", 8)
     setattr(one.parallel_config, balancer, True)
     check_modes(one)
-    check_core_settings(one, CaptureSettings.parse({"folder": "c"}), accepts_weights=True)
+    check_core_settings(one, CaptureSettings.parse({"folder": "c"}))
 
 
 def test_an_attribute_that_a_release_does_not_have_counts_as_off() -> None:
@@ -218,10 +216,10 @@ def test_speculation_goes_with_one_rank_alone(size: str, monkeypatch: pytest.Mon
 
 def test_speculation_goes_with_one_engine_core_alone() -> None:
     speculating = config("speculative_config", SimpleNamespace(method="eagle"))
-    check_engine.check_core_settings(speculating, None, accepts_weights=False)
+    check_engine.check_core_settings(speculating, None)
     speculating.parallel_config.data_parallel_size = 2
     with pytest.raises(UnsupportedError, match="speculative decoding with data parallelism"):
-        check_engine.check_core_settings(speculating, None, accepts_weights=False)
+        check_engine.check_core_settings(speculating, None)
 
 
 def test_new_weights_do_not_go_with_speculation() -> None:

@@ -75,7 +75,8 @@ def core(*requests: tuple[int, ...], owners: tuple[StreamOwner, ...] = ()) -> An
     }
     for request, owner in zip(held.values(), owners, strict=False):
         request.clairai_stream_owner = owner
-    return SimpleNamespace(scheduler=SimpleNamespace(requests=held))
+    config = SimpleNamespace(parallel_config=SimpleNamespace())
+    return SimpleNamespace(scheduler=SimpleNamespace(requests=held), vllm_config=config)
 
 
 def test_waiting_requests_do_not_delay_new_weights() -> None:
@@ -114,6 +115,21 @@ def test_all_choices_of_a_request_use_the_same_weights() -> None:
     require_idle(core((0, 0), (0, 0), (0, 0), owners=owners), MODEL)
     with pytest.raises(WeightsBusyError, match="2 requests have begun"):
         require_idle(core((0, 0), (0, 0), owners=owners[1:]), MODEL)
+
+
+def test_a_choice_that_waits_delays_new_weights_if_another_core_may_run_the_others() -> None:
+    first, lone = StreamOwner("r-0123abcd"), StreamOwner("s-0123abcd")
+    first.num_admitted = lone.num_admitted = 1
+    waiting = core((0, 0), (0, 0), owners=(first, lone))
+    one, other = waiting.scheduler.requests.values()
+    one.request_id, other.request_id = "1_r-0123abcd", "s-0123abcd"
+    require_idle(waiting, MODEL)
+    # Kept free for the cores of one engine (config/parallel.py, 0.32:992).
+    waiting.vllm_config.parallel_config._data_parallel_master_port_list = [1, 2]
+    with pytest.raises(WeightsBusyError, match="1 requests have begun"):
+        require_idle(waiting, MODEL)
+    waiting.vllm_config.parallel_config.data_parallel_external_lb = True
+    require_idle(waiting, MODEL)
 
 
 def test_probes_and_vectors_alone_do_not_wait() -> None:

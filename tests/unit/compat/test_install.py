@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.usage.usage_lib import UsageContext
 
-from clairai.compat.engine_core import find_core_number
+from clairai.compat.check_engine import find_core_number
 from clairai.compat.install import wrap_create_engine_config
 
 

@@ -49,6 +49,8 @@ def test_the_state_and_the_tensors_are_described(served: Target) -> None:
         "epoch": served.llm.epoch,
         "device": "cpu",
         "devices": ["cpu"],
+        "ranks": [{"epoch": served.llm.epoch, "rank": 0, "has_bank": True}],
+        "bank_version": 0,
         "num_tensors": len(SHAPES),
         "is_torn": False,
     }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,8 @@ from clairai.weights import Sender
 from clairai.weights.manifest import Manifest, for_rank
 from clairai.weights.room import LoadNeeds
 from clairai.wire import ring_messages, weights_messages
+from tests.support import toy_publisher
+from tests.support.probes import probe
 from tests.support.weights import ToyLlm, ToyRanks, plan, weights
 
 TIGHT = LoadNeeds(host_nbytes=1 << 60)
@@ -125,6 +128,81 @@ def test_a_rank_that_stops_half_way_leaves_an_engine_that_only_a_whole_set_repai
     assert [one.updater.is_torn for one in llm.ranks] == [False] * 3
 
 
+def test_all_ranks_count_on_from_one_version_however_often_loads_failed(
+    llm: ToyRanks, sender: Sender
+) -> None:
+    for rank in (1, 1, 2):
+        llm.ranks[rank].fail_after = 2
+        with pytest.raises(WeightsTornError):
+            sender.send(weights(1))
+        llm.ranks[rank].fail_after = None
+        versions = [one.updater.served.version for one in llm.ranks]
+        assert len(set(versions)) == 1, versions
+    assert sender.send(weights(2)).version == versions[0] + 1
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Iterator[ToyRanks]:
+    """Three ranks that score, each with a probe `p`."""
+    with ExitStack() as opened:
+        runtimes = [tmp_path / str(rank) for rank in range(3)]
+        publishers = []
+        for runtime in runtimes:
+            runtime.mkdir(mode=0o700)
+            one = opened.enter_context(toy_publisher.running_publisher(runtime, weights=0))
+            one.install(one.bank.add([probe("p", point=toy_publisher.SECOND)]))
+            publishers.append(one)
+        yield opened.enter_context(closing(ToyRanks(tmp_path, 3, publishers=publishers)))
+
+
+def directions(llm: ToyRanks) -> list[list[float]]:
+    return [one.step_publisher.bank.probes[0].direction_D.tolist() for one in llm.ranks]
+
+
+def test_probes_come_to_every_rank_that_scores(pipeline: ToyRanks, tmp_path: Path) -> None:
+    sender = Sender(pipeline, runtime_dir=str(tmp_path))
+    new_D = np.array([4.0, 5.0, 6.0], np.float32)
+    alone = sender.send({"probe::p": new_D})  # in shared memory
+    assert directions(pipeline) == [[4.0, 5.0, 6.0]] * 3
+    sent = Sender(pipeline, runtime_dir=str(tmp_path), through="host").send(
+        iter({"probe::p": 2 * new_D}.items())  # over the sockets
+    )
+    assert directions(pipeline) == [[8.0, 10.0, 12.0]] * 3
+    both = sender.send(weights(1) | {"probe::p": -new_D})
+    assert directions(pipeline) == [[-4.0, -5.0, -6.0]] * 3
+    assert served(pipeline) == [1, 1, 1]
+    assert (alone.version, sent.version, both.version) == (0, 0, 1)
+    assert {one.step_publisher.bank.version for one in pipeline.ranks} == {both.bank_version}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_load_that_fails_on_one_rank_changes_the_probes_of_none(
+    pipeline: ToyRanks, tmp_path: Path, rank: int
+) -> None:
+    sender = Sender(pipeline, runtime_dir=str(tmp_path))
+    before = directions(pipeline)
+    pipeline.ranks[rank].fail_after = 2
+    with pytest.raises(WeightsTornError, match="2 of 3 ranks"):
+        sender.send(weights(1) | {"probe::p": np.ones(3, np.float32)})
+    assert directions(pipeline) == before
+    assert len({one.step_publisher.bank.version for one in pipeline.ranks}) == 1
+    pipeline.ranks[rank].fail_after = None
+    sender.send(weights(2))
+    assert served(pipeline) == [2, 2, 2]
+    assert len({one.step_publisher.weights for one in pipeline.ranks}) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_refusal_names_its_rank_although_the_last_one_replies_first(
+    pipeline: ToyRanks, tmp_path: Path, rank: int
+) -> None:
+    pipeline.ranks[rank].needs = TIGHT
+    with pytest.raises(
+        WeightsRoomError, match=f"rank {rank}: new weights" if rank else "^new weights"
+    ):
+        Sender(pipeline, runtime_dir=str(tmp_path)).send(weights(2))
+
+
 def test_a_rank_that_raises_is_a_refusal(
     llm: ToyRanks, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +244,8 @@ def test_the_questions_of_the_core_are_not_for_others(llm: ToyRanks) -> None:
     for message in (
         weights_messages.ApplyWeights("0" * 32),
         weights_messages.AbandonWeights("0" * 32),
-        weights_messages.TearWeights(),
+        weights_messages.InstallBanks("0" * 32),
+        weights_messages.TearWeights(1, 1),
     ):
         answer = llm.ask(message)
         assert isinstance(answer, ring_messages.Refusal)

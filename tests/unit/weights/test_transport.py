@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -42,7 +43,8 @@ def llm(tmp_path: Path) -> Iterator[ToyLlm]:
 
 
 def state(llm: ToyLlm, device: str = CPU) -> WeightsState:
-    return WeightsState(0, "", "", llm.epoch, device, 1)
+    found = llm.updater.state()
+    return msgspec.structs.replace(found, device=device, devices=(device,))
 
 
 def choose(llm: ToyLlm, folder: Path, found: list[TensorSource], **given: Any) -> Transport:

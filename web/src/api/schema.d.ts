@@ -2372,6 +2372,18 @@ export interface components {
             nbytes: number;
         };
         /**
+         * WeightsRank
+         * @description A rank that takes new weights, at a socket of its own.
+         */
+        WeightsRank: {
+            /** @description of its engine core */
+            epoch: string;
+            /** @description in its engine core */
+            rank: number;
+            /** @description it scores: probes and vectors alone go to these ranks */
+            has_bank: boolean;
+        };
+        /**
          * WeightsState
          * @description The weights that serve now.
          */
@@ -2389,6 +2401,12 @@ export interface components {
             is_torn: boolean;
             /** @description of each rank; each takes the weights itself */
             devices: string[];
+            ranks: components["schemas"]["WeightsRank"][];
+            /**
+             * @description of the probes
+             * @default 0
+             */
+            bank_version: number;
         };
         /**
          * Window

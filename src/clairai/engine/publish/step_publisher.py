@@ -138,11 +138,14 @@ class StepPublisher:
         self._serve_bank(replace(bank, version=self.bank.version + 1))
         return self.bank
 
-    def set_weights_version(self, version: int) -> None:
-        """Rows from now on are of this version of the model's weights; called between steps."""
+    def set_weights_version(self, version: int, bank_version: int | None = None) -> None:
+        """Rows from now on are of this version of the model's weights; called between steps.
+
+        The bank has the next version then, or the one that is given.
+        """
         self._publisher.flush()
         self.weights = version
-        self._serve_bank(replace(self.bank, version=self.bank.version + 1))
+        self._serve_bank(replace(self.bank, version=bank_version or self.bank.version + 1))
         for listener in self.weights_listeners:
             listener(version)
 
