@@ -68,14 +68,17 @@ def make_device_nodes(
 
 @contextmanager
 def run_cluster(
-    nodes: tuple[dict[str, Any], ...] = TWO_NODES, *, paths: tuple[Path, ...] = ()
+    nodes: tuple[dict[str, Any], ...] = TWO_NODES,
+    *,
+    paths: tuple[Path, ...] = (),
+    folder: Path | None = None,
 ) -> Iterator[RayCluster]:
-    """Processes of its nodes find modules in `paths`, too."""
+    """Processes of its nodes find modules in `paths`, too, and run in `folder`."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.engine.ray_cluster", json.dumps(nodes)]
     found = [str(ROOT / "src"), str(ROOT), *map(str, paths)]
     with subprocess.Popen(
         command,
-        cwd=ROOT,
+        cwd=folder or ROOT,
         env=os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(found)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

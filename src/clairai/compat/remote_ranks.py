@@ -56,25 +56,30 @@ def _add(environ: MutableMapping[str, str], variable: str, value: str) -> None:
 
 
 def wrap_initialize_kv_caches(original: Any) -> Any:
-    """_initialize_kv_caches(vllm_config): when it returns, all ranks are ready to serve."""
+    """_initialize_kv_caches(vllm_config): the first forwards of all ranks.
+
+    They have loaded the model before. When it returns they are ready to serve.
+    """
 
     @functools.wraps(original)
     def initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
+        if not uses_ray(vllm_config) or CONFIG_KEY not in (vllm_config.additional_config or {}):
+            return original(self, vllm_config)
+        require_clairai(self.model_executor)
         result = original(self, vllm_config)
-        if uses_ray(vllm_config) and CONFIG_KEY in (vllm_config.additional_config or {}):
-            check_ranks(self.model_executor, vllm_config)
+        require_ring(self.model_executor, vllm_config)
         return result
 
     return initialize_kv_caches
 
 
-def check_ranks(executor: Any, vllm_config: Any) -> None:
-    """Refuse to serve unless every rank has clairai, and the ring can be reached from here."""
-    message = msgspec.msgpack.encode(control_messages.Describe())
+def require_clairai(executor: Any) -> None:
+    """Refuse to go on unless every rank has clairai.
+
+    One without would not take part in the forwards that prove taps, and the others would wait.
+    """
     try:
-        replies = executor.collective_rpc(
-            control_messages.CONTROL_METHOD, timeout=ANSWER_TIMEOUT_S, args=(message,)
-        )
+        _ask(executor, control_messages.ListProbes())
     except Exception as error:
         raise UnsupportedError(
             f"not every rank of this engine answers clairai ({quote(str(error), 200)}): a rank "
@@ -82,11 +87,26 @@ def check_ranks(executor: Any, vllm_config: Any) -> None:
             "node of the Ray cluster, and see that VLLM_PLUGINS and CLAIRAI_DISABLE of a node do "
             "not leave it out"
         ) from error
+
+
+def require_ring(executor: Any, vllm_config: Any) -> None:
+    """Refuse to serve unless the ring can be reached from here, where its readers are."""
+    replies = _ask(executor, control_messages.Describe())
     first = put_publisher_first(vllm_config, replies)[0]
     described = msgspec.msgpack.decode(first, type=control_messages.ControlReply)
     if not isinstance(described, control_messages.Description):
         raise UnsupportedError(f"the rank with the ring does not describe it: {described}")
     _require_reachable(Path(described.socket), find_publisher_rank(vllm_config))
+
+
+def _ask(executor: Any, control: control_messages.Control) -> list[bytes]:
+    """The replies of all ranks."""
+    found: list[bytes] = executor.collective_rpc(
+        control_messages.CONTROL_METHOD,
+        timeout=ANSWER_TIMEOUT_S,
+        args=(msgspec.msgpack.encode(control),),
+    )
+    return found
 
 
 def _require_reachable(socket: Path, rank: int) -> None:

@@ -13,8 +13,9 @@ from clairai.compat.remote_ranks import (
     NAMES_VARIABLE,
     PREFIXES_VARIABLE,
     RUNTIME_VARIABLE,
-    check_ranks,
     hand_on_environment,
+    require_clairai,
+    require_ring,
     wrap_initialize_kv_caches,
 )
 from clairai.errors import UnsupportedError
@@ -39,16 +40,16 @@ def executor(socket: Path) -> Any:
 
 def test_a_ring_that_can_be_reached_from_the_engine_core_is_served(tmp_path: Path) -> None:
     with listen(tmp_path / "engine.sock"):
-        check_ranks(executor(tmp_path / "engine.sock"), config())
+        require_ring(executor(tmp_path / "engine.sock"), config())
 
 
 def test_a_ring_on_another_node_is_refused_with_the_way_out(tmp_path: Path) -> None:
     refused = r"rank 0, which has the ring, is on another node.*start vLLM on a node with a free"
     with pytest.raises(UnsupportedError, match=refused):
-        check_ranks(executor(tmp_path / "engine.sock"), config())
+        require_ring(executor(tmp_path / "engine.sock"), config())
     listen(tmp_path / "engine.sock").close()  # a folder of the same name, and nobody listens
     with pytest.raises(UnsupportedError, match=refused):
-        check_ranks(executor(tmp_path / "engine.sock"), config())
+        require_ring(executor(tmp_path / "engine.sock"), config())
 
 
 def test_a_rank_without_clairai_is_refused_with_the_way_out() -> None:
@@ -56,7 +57,7 @@ def test_a_rank_without_clairai_is_refused_with_the_way_out() -> None:
         raise AttributeError("'CPUWorker' object has no attribute 'clairai_control'")
 
     with pytest.raises(UnsupportedError, match=r"no attribute.*install the same clairai on every"):
-        check_ranks(SimpleNamespace(collective_rpc=collective_rpc), config())
+        require_clairai(SimpleNamespace(collective_rpc=collective_rpc))
 
 
 @pytest.mark.parametrize("other", [config(use_ray=False), config(asked=False)])
