@@ -56,11 +56,12 @@ integrations: ## the LangChain and Inspect adapters with the real libraries, and
 	@.venv-integrations/bin/pip install -q -e '.[inspect,langchain,proxy]' 'hypothesis>=6.100' 'pytest>=9' 'pytest-timeout>=2.4' 'vllm-router==0.1.16'
 	@.venv-integrations/bin/python -m pytest -q -W default tests/integrations tests/http/test_fetch_scores.py
 
-ray: setup ## captures and scores on a Ray cluster, and into a bucket of moto's S3 server, in an environment on top of .venv
+ray: setup ## engines on a Ray cluster, each whole or spread over its nodes, and a bucket of moto's S3 server, in an environment on top of .venv
 	@test -x .venv-ray/bin/python || $(BIN)/python -m venv .venv-ray
 	@ls -d $(CURDIR)/.venv/lib/python3.*/site-packages > $$(.venv-ray/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
 	@.venv-ray/bin/pip install -q 'ray[data]==2.60.*' s3fs 'moto[server]>=5'
 	@PYTHONPATH=$(CURDIR)/src:$(CURDIR) .venv-ray/bin/python -m pytest -q -W default tests/engine/test_ray_capture.py tests/process/test_ray.py
+	@PYTHONPATH=$(CURDIR)/src:$(CURDIR) .venv-ray/bin/python -m pytest -q -W default -m ray tests/engine
 
 docs: setup ## build the documentation site, with search, in build/site
 	@$(BIN)/pip install -q -e '.[docs]'

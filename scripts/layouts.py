@@ -48,6 +48,15 @@ LAYOUTS: Final = (
     ),
     Layout("tensor parallel, 4 ranks", (_PARALLEL, "-k", "tensor-4"), _UNTRIED),
     Layout("expert parallel, 2 ranks", (_PARALLEL, "-k", "expert-2"), _UNTRIED),
+    Layout(
+        "tensor parallel, 2 ranks on 2 nodes of Ray",
+        fixed={
+            "scores": "run, by `make ray`",
+            "steering, gates": "run, by `make ray`",
+            "captures": "run, by `make ray`",
+            "new weights": "refused: not tried",
+        },
+    ),
     _refuse_all("sequence-parallel residuals", "rows are sharded between ranks"),
     Layout("pipeline parallel, 2 stages", (_PIPELINE, _WEIGHTS, "-k", "pp2 and not tp2")),
     Layout(

@@ -71,6 +71,8 @@ _REGISTERED = ("cls", "name", "module_path_or_cls", "class_name")
 _BUILT = ("self", "config", "vllm_config", "device", "model")
 _GPU_WORKER, _ASYNC = "v1/worker/gpu_worker.py", "v1/engine/async_llm.py"
 _RELOAD = "model_executor/model_loader/reload/layerwise.py"
+_PARALLEL, _EXECUTORS = "config/parallel.py", "v1/executor"
+_MULTIPROC = f"{_EXECUTORS}/multiproc_executor.py"
 _EXAMPLE = "distributed/kv_transfer/kv_connector/v1/example_connector.py"
 _RUNNER: Final = "GPUModelRunner"
 
@@ -122,7 +124,46 @@ NEEDS: Final[tuple[Need, ...]] = (
     *_reads(_ASYNC, "AsyncLLM", "engine_core"),
     *_reads(_CLIENT, "MPClient", "input_socket", "resources"),
     *_reads(_CLIENT, "BackgroundResources", "output_socket"),
-    *_reads("config/parallel.py", "ParallelConfig", "enable_elastic_ep"),
+    *_reads(_PARALLEL, "ParallelConfig", "enable_elastic_ep"),
+    # compat/engine_cores.py, compat/check_engine.py: data parallelism
+    *_reads(_CLIENT, "MPClient", "core_engines"),
+    _calls(
+        *(_CLIENT, "AsyncMPClient._call_utility_async", "self", "method", "*args"),
+        named=("engine",),
+    ),
+    *_reads(_PARALLEL, "ParallelConfig", "data_parallel_size", "data_parallel_size_local"),
+    *_reads(_PARALLEL, "ParallelConfig", "data_parallel_external_lb", "data_parallel_hybrid_lb"),
+    *_reads(_PARALLEL, "ParallelConfig", "data_parallel_backend", "data_parallel_rank_local"),
+    *_reads("config/vllm.py", "VllmConfig", "instance_id"),
+    *_reads(_MODEL, "ModelConfig", "is_moe"),
+    # compat/pipeline_stages.py
+    *_reads(_PARALLEL, "ParallelConfig", "pipeline_parallel_size", "tensor_parallel_size"),
+    *_reads(_PARALLEL, "ParallelConfig", "world_size"),
+    _calls(_GROUPS, "get_pp_group"),
+    _calls(_GROUPS, "get_world_group"),
+    _wraps(_GROUPS, "initialize_model_parallel", "tensor_model_parallel_size"),
+    *_reads("sequence.py", "IntermediateTensors", "tensors"),
+    _wraps(
+        *(_V1, f"{_RUNNER}.execute_model"),
+        *("self", "scheduler_output", "intermediate_tensors"),
+    ),
+    *_reads(_WORKER, "WorkerBase", "rank", "model_runner"),
+    _wraps(_GPU_WORKER, "Worker.execute_model", "self", "scheduler_output"),
+    _wraps(_MULTIPROC, "MultiprocExecutor._get_output_rank", "self"),
+    # compat/remote_ranks.py, compat/worker.py: what vLLM does with the answers of ranks
+    _wraps(_CORE, "EngineCore._initialize_kv_caches", "self", "vllm_config"),
+    _calls(
+        *(f"{_EXECUTORS}/abstract.py", "Executor.collective_rpc", "self", "method"),
+        named=("timeout", "args"),
+    ),
+    *_reads(_PARALLEL, "ParallelConfig", "use_ray", "distributed_executor_backend"),
+    Need("envs.py", "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "read"),
+    _wraps(f"{_EXECUTORS}/ray_utils.py", "RayWorkerWrapper.execute_model_ray", "self"),
+    _wraps(f"{_EXECUTORS}/ray_utils.py", "get_bundles_sorted_by_node", "placement_group"),
+    _wraps(f"{_EXECUTORS}/ray_executor.py", "RayDistributedExecutor._execute_dag", "self"),
+    _wraps(f"{_EXECUTORS}/ray_executor_v2.py", "RayExecutorV2._init_executor", "self"),
+    _wraps(f"{_EXECUTORS}/ray_executor_v2.py", "RayWorkerProc.initialize_worker", "self"),
+    _wraps("ray/ray_env.py", "get_env_vars_to_copy", "exclude_vars"),
     # compat/failed_requests.py
     *(_wraps(runner, f"{_RUNNER}.sample_tokens", "self") for runner in (_V1, _V2)),
     _wraps("v1/outputs.py", "AsyncModelRunnerOutput.get_output", "self"),
@@ -168,7 +209,6 @@ NEEDS: Final[tuple[Need, ...]] = (
     _calls(_MODEL, "ModelConfig.get_vocab_size", "self"),
     # compat/step_hooks.py, compat/worker.py
     _wraps(_V1, f"{_RUNNER}._prepare_inputs", "self", "scheduler_output", "num_scheduled_tokens"),
-    _wraps(_V1, f"{_RUNNER}.execute_model", "self", "scheduler_output"),
     *_reads(_V1, _RUNNER, "input_batch", "positions", "input_ids", "max_num_tokens", "device"),
     *_reads(_V1_BATCH, "InputBatch", "num_reqs", "req_ids", "num_computed_tokens_cpu"),
     _wraps(_V1, f"{_RUNNER}._sample", "self", "logits", "spec_decode_metadata"),
@@ -177,6 +217,7 @@ NEEDS: Final[tuple[Need, ...]] = (
     *_reads("v1/outputs.py", "SamplerOutput", "sampled_token_ids"),
     *_reads(_SCHEDULED, "SchedulerOutput", "scheduled_spec_decode_tokens"),
     *_reads("config/speculative.py", "SpeculativeConfig", "method"),
+    _wraps("v1/sample/rejection_sampler.py", "RejectionSampler.parse_output"),
     _wraps(_V2, f"{_RUNNER}.prepare_inputs", "self", "scheduler_output"),
     _wraps(_V2, f"{_RUNNER}.execute_model", "self", "scheduler_output", named=("dummy_run",)),
     *_reads(_V2, _RUNNER, "req_states", "input_buffers", "max_num_tokens", "device"),

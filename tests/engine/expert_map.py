@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
-from pathlib import Path
 from typing import Any, Final
 
 ENTRY: Final = "[vllm.general_plugins]\nexpert_map = tests.engine.expert_map:register\n"
@@ -37,18 +35,3 @@ def _with_map(original: Any) -> Any:
         original(**call)
 
     return apply
-
-
-class Installed:
-    """Called in the engine's process before it starts: the plugin is found there and below."""
-
-    def __init__(self, path: Path) -> None:
-        about = path / "clairai_expert_map-1.dist-info"
-        about.mkdir()
-        name = "Metadata-Version: 2.1\nName: clairai-expert-map\nVersion: 1\n"
-        (about / "METADATA").write_text(name)
-        (about / "entry_points.txt").write_text(ENTRY)
-        self._path = path
-
-    def __call__(self) -> None:
-        sys.path.append(str(self._path))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,9 +39,23 @@ def _plant(llm: Any) -> list[int]:
     return found
 
 
-def test_a_rank_that_does_not_steer_is_found_out(
-    runtime: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def _hide_a_tap(worker: Any) -> int:
+    """Plant a fault: a tap of this rank alone runs, and nobody sees that it did."""
+    if worker.rank != 1:
+        return 0
+    named = worker.vllm_config.compilation_config.static_forward_context
+    name = next(name for name in named if name.startswith("clairai.post_block"))
+    named[name] = named[name].site
+    return 1
+
+
+def hide_a_tap_on_rank_1(llm: Any) -> list[int]:
+    found: list[int] = llm.collective_rpc(_hide_a_tap)
+    return found
+
+
+@contextmanager
+def _two_ranks(runtime: Path, tmp_path: Path) -> Iterator[EngineProcess]:
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
@@ -57,6 +73,24 @@ def test_a_rank_that_does_not_steer_is_found_out(
         tensor_parallel_size=2,
         additional_config=clairai.config(points=["post_block.1"], steering=True),
     ) as engine:
+        yield engine
+
+
+def test_a_tap_that_stops_on_a_rank_whose_answer_nobody_reads_ends_the_engine(
+    runtime: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with _two_ranks(runtime, tmp_path) as engine:
+        assert engine.call(hide_a_tap_on_rank_1) == [0, 1]
+        with pytest.raises(EngineFailed, match="EngineDeadError"):
+            engine.call(steering.answer, [Ask(PROMPT, num_new=100)])
+    said = capfd.readouterr()
+    assert "rank 1 ends, and the engine with it" in said.out + said.err
+
+
+def test_a_rank_that_does_not_steer_is_found_out(
+    runtime: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with _two_ranks(runtime, tmp_path) as engine:
         row_D = np.random.default_rng(1).standard_normal(WIDTH).astype(np.float32)
         vector = clairai.Vector("v", {Point.parse("post_block.1"): row_D})
         engine.call(steering.put, [dumps(vector)])

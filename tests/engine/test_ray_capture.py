@@ -10,7 +10,6 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +23,7 @@ from clairai.store.read import open as open_store
 from clairai.store.recover import verify
 from clairai.store.repair import plan_repair
 from tests.engine.process import ENVIRONMENT
+from tests.engine.ray_cluster import RayCluster, run_cluster
 from tests.support.ring_engine import until
 
 pytestmark = [
@@ -37,40 +37,6 @@ NUM_PROMPTS = 48
 START_S = 400.0
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """The process that holds a cluster of two raylets."""
-
-    process: subprocess.Popen[str]
-    address: str
-
-    def kill(self, what: str) -> None:
-        """`actor` or `machine`; returns when it is gone."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{what}\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline() == f"{what}\n"
-
-
-@contextmanager
-def _cluster() -> Iterator[Cluster]:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.engine.ray_cluster"]
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=os.environ | ENVIRONMENT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        yield Cluster(process, process.stdout.readline().strip())
-        process.stdin.close()  # ends it
-
-
 def _prompts(path: Path) -> list[list[int]]:
     given = [[3 + 7 * line + at for at in range(12 + line % 9)] for line in range(NUM_PROMPTS)]
     lines = [{"prompt_token_ids": ids, "tags": {"half": ids[0] % 2}} for ids in given]
@@ -78,7 +44,7 @@ def _prompts(path: Path) -> list[list[int]]:
     return given
 
 
-def _command(model: Path, prompts: Path, where: str, cluster: Cluster) -> list[str]:
+def _command(model: Path, prompts: Path, where: str, cluster: RayCluster) -> list[str]:
     engine = '{"dtype": "float32", "enforce_eager": true, "max_model_len": 128}'
     return [
         *(sys.executable, "-W", "ignore", "-m", "clairai.cli", "capture", "run", str(model)),
@@ -135,7 +101,7 @@ def test_an_actor_that_is_killed_is_replaced_and_every_prompt_is_done_once(
     cut_model: Path, tmp_path: Path
 ) -> None:
     given, folder = _prompts(tmp_path / "p.jsonl"), str(tmp_path / "captures")
-    with _cluster() as cluster:
+    with run_cluster() as cluster:
         command = _command(cut_model, tmp_path / "p.jsonl", folder, cluster)
         with _running(command) as running:
             _wait_for_more(folder, 0, running)
@@ -159,7 +125,7 @@ def test_a_run_into_a_bucket_goes_on_after_a_machine_and_then_its_command_were_k
     cut_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = _prompts(tmp_path / "p.jsonl")
-    with _bucket(monkeypatch) as where, _cluster() as cluster:
+    with _bucket(monkeypatch) as where, run_cluster() as cluster:
         command = _command(cut_model, tmp_path / "p.jsonl", where, cluster)
         with _running(command) as running:
             num_done = _wait_for_more(where, 0, running)

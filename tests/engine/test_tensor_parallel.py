@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,8 +23,17 @@ from clairai.points import Point
 from clairai.ring.attach import RingReader
 from clairai.vector.safetensors_format import dumps
 from clairai.wire import control_messages
-from tests.engine import asks, attribution, capturing, expert_map, models, steering
+from tests.engine import (
+    asks,
+    attribution,
+    capturing,
+    expert_map,
+    models,
+    ray_cluster,
+    steering,
+)
 from tests.engine.hooked import TOLERANCE, error_of, positions
+from tests.engine.installed_plugin import InstalledPlugin
 from tests.engine.process import EngineProcess
 from tests.engine.steering import Ask
 from tests.fidelity.oracle import hidden_states, relative_error
@@ -54,26 +64,43 @@ class Layout:
     ranks: int
     shape: dict[str, int]
     arguments: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def uses_ray(self) -> bool:
+        return self.arguments.get("distributed_executor_backend") == "ray"
 
 
 # Four heads, so that four ranks have one each; the CPU kernels take no smaller ones.
 HEADS: Final = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 VOCABULARY: Final = {"vocab_size": 32000}  # attribution draws from it
+BY_RAY: Final = {"distributed_executor_backend": "ray"}
 LAYOUTS: Final = {
     "tensor-2": Layout("llama", 2, VOCABULARY | HEADS),
     "expert-2": Layout(
         "olmoe", 2, VOCABULARY | {"num_key_value_heads": 2}, {"enable_expert_parallel": True}
     ),
     "tensor-4": Layout("llama", 4, VOCABULARY | HEADS),
+    # Each rank on a node of its own.
+    "ray-2": Layout("llama", 2, VOCABULARY | HEADS, BY_RAY),
+    "ray-graph-2": Layout(
+        "llama", 2, VOCABULARY | HEADS, BY_RAY, {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0"}
+    ),
 }
-SLOW: Final = ("expert-2", "tensor-4")
+NEEDS_RAY: Final = pytest.mark.skipif(
+    find_spec("ray") is None, reason="Ray is not installed: `make ray` has it"
+)
+MARKS: Final = {
+    "expert-2": [pytest.mark.layouts],
+    "tensor-4": [pytest.mark.layouts],
+    "ray-2": [pytest.mark.ray, NEEDS_RAY],
+    "ray-graph-2": [pytest.mark.ray, NEEDS_RAY],
+}
 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(name, marks=[pytest.mark.layouts] if name in SLOW else []) for name in LAYOUTS
-    ],
+    params=[pytest.param(name, marks=MARKS.get(name, [])) for name in LAYOUTS],
 )
 def layout(request: pytest.FixtureRequest) -> Layout:
     return LAYOUTS[request.param]
@@ -93,17 +120,39 @@ def threshold(model: Path) -> float:
 
 
 @pytest.fixture(scope="module")
+def plugins(tmp_path_factory: pytest.TempPathFactory, layout: Layout) -> InstalledPlugin:
+    """What vLLM's CPU build lacks for a layout."""
+    entry = ray_cluster.PLATFORM_ENTRY if layout.uses_ray else expert_map.ENTRY
+    return InstalledPlugin(tmp_path_factory.mktemp("packages"), entry)
+
+
+@pytest.fixture(scope="module")
+def cluster(layout: Layout, plugins: InstalledPlugin) -> Iterator[dict[str, str]]:
+    """The variables by which an engine finds its cluster of two nodes, if it needs one."""
+    if not layout.uses_ray:
+        yield {}
+        return
+    nodes = ray_cluster.make_device_nodes(1, 1)
+    with ray_cluster.run_cluster(nodes, paths=(plugins.path,)) as found:
+        yield found.engine_variables
+
+
+@pytest.fixture(scope="module")
 def parallel(
     layout: Layout,
     model: Path,
     runtime: Path,
+    plugins: InstalledPlugin,
+    cluster: dict[str, str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[EngineProcess]:
     with EngineProcess(
         runtime=runtime,
-        plant=expert_map.Installed(tmp_path_factory.mktemp("packages")),
+        plant=plugins,
         start_s=900,  # four ranks on two cores
         environment={
+            **cluster,
+            **layout.environment,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "|".join("01"[rank % 2] for rank in range(layout.ranks)),
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the tests send functions to the ranks
@@ -128,6 +177,8 @@ def parallel(
     ) as engine:
         points = {Point.parse(point): row.astype(np.float32) for point, row in ROWS.items()}
         engine.call(steering.put, [dumps(clairai.Vector("v", points))])
+        if layout.uses_ray:
+            assert len({*engine.call(_on_ranks, _node)}) == layout.ranks
         yield engine
 
 
@@ -279,6 +330,12 @@ def _step_and_kill(engine: Any, tokens: list[int], victim: int) -> str:
     except Exception as error:
         return type(error).__name__
     return "finished"
+
+
+def _node(_: Any) -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def _pid(_: Any) -> int:

@@ -21,6 +21,7 @@ LAST_VLLM: Final = (0, 32)
 # vLLM's methods of speculation under which rows are known to be right; each of MTP's is `mtp` too.
 SPECULATIVE_METHODS: Final = ("ngram", "draft_model", "eagle", "mtp")
 FIRST_SPECULATING: Final = (0, 32)  # releases before were not tried with speculation
+FIRST_WITH_RAY: Final = (0, 32)  # nor with vLLM's Ray executors
 
 CORES_KEY: Final = "clairai_cores"  # of additional_config: how many there are, if several
 
@@ -149,6 +150,25 @@ def _is_speculating(config: Any) -> bool:
     return bool(_read_path(config, "speculative_config"))
 
 
+def uses_ray(config: Any) -> bool:
+    """True if Ray starts the ranks: ParallelConfig.use_ray, config/parallel.py, 0.26 and 0.32:1118.
+
+    Not data_parallel_backend, by which Ray starts engine cores.
+    """
+    return bool(_read_path(config, "parallel_config.use_ray"))
+
+
+def uses_ray_graph(config: Any) -> bool:
+    """True with vLLM's older Ray executor, which runs steps by a compiled graph of Ray's.
+
+    Executor.get_class, v1/executor/abstract.py, 0.32:76. Its workers run steps in a thread of their
+    own, and calls of all ranks in another.
+    """
+    from vllm import envs
+
+    return uses_ray(config) and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", False)
+
+
 def _is_on_cpu(config: Any) -> bool:
     return str(_read_path(config, "device_config.device_type")) == "cpu"
 
@@ -239,10 +259,34 @@ REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
         ),
     ),
     (
-        # execute_model_ray of v1/executor/ray_utils.py, 0.32:124, calls the model runner itself.
-        "vLLM's Ray executor (it passes by the worker's own step, in which every tap is checked; "
-        "use mp, and Ray around whole engines)",
-        _is_set("parallel_config.use_ray"),
+        "vLLM's Ray executor before vLLM 0.32 (not tried; use mp, and Ray around whole engines)",
+        lambda config: uses_ray(config) and _read_version(vllm_version()) < FIRST_WITH_RAY,
+    ),
+    (
+        "a Ray executor that is not vLLM's own (not tried; use distributed_executor_backend ray)",
+        lambda config: (
+            uses_ray(config)
+            and _read_path(config, "parallel_config.distributed_executor_backend") != "ray"
+        ),
+    ),
+    (
+        "vLLM's Ray executor on compiled graphs with a GPU (its steps and its control messages run "
+        "on two threads, whose streams do not wait for each other; leave "
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND unset)",
+        lambda config: uses_ray_graph(config) and not _is_on_cpu(config),
+    ),
+    (
+        "pipeline parallelism with vLLM's Ray executor (the last stage has the ring, and Ray may "
+        "start it on another node than its readers; not tried)",
+        lambda config: uses_ray(config) and _has_stages(config),
+    ),
+    (
+        "speculative decoding with vLLM's Ray executor (not tried)",
+        lambda config: uses_ray(config) and _is_speculating(config),
+    ),
+    (
+        "a KV connector with vLLM's Ray executor (not tried)",
+        lambda config: uses_ray(config) and bool(_read_path(config, "kv_transfer_config")),
     ),
     (
         "KV-sharing fast prefill (later layers see fewer rows than earlier ones)",
@@ -331,6 +375,11 @@ def check_weights_mode(vllm_config: Any) -> None:
         raise UnsupportedError(
             "new weights were not tried with speculative decoding, whose drafter shares tensors "
             "with the model; leave out speculative_config, or weight_transfer_config"
+        )
+    if uses_ray(vllm_config):
+        raise UnsupportedError(
+            "new weights were not tried with vLLM's Ray executor; use distributed_executor_backend "
+            "mp, or leave out weight_transfer_config"
         )
     if getattr(vllm_config, "kv_transfer_config", None) is not None:
         raise UnsupportedError(

@@ -9,10 +9,11 @@ generate_block_hash_extra_keys         v1/core/kv_cache_utils.py  0.26:558   0.3
 KVCacheManager.get_computed_blocks     v1/core/kv_cache_manager.py 0.26:207  0.32:264
 WeightTransferEngineFactory            distributed/weight_transfer/factory.py 0.26:41 0.32:41
 EngineCoreProc.run_busy_loop           v1/engine/core.py          0.26:1358  0.32:1547
+EngineCore._initialize_kv_caches       v1/engine/core.py                     0.32:261
 
-The first four look for the key in their own engine's config, the others for rules or a plan in the
-request, and all pass straight through without. The last is wrapped only under a launcher that
-watches heartbeats. `check_stop`, which runs for every token, is wrapped
+The first four and the last look for the key in their own engine's config, the others for rules or a
+plan in the request, and all pass straight through without. The busy loop is wrapped only under a
+launcher that watches heartbeats. `check_stop`, which runs for every token, is wrapped
 when the first request with rules comes (stop_rules.py). Runs in: every vLLM process of the engine.
 """
 
@@ -41,7 +42,7 @@ def install_hooks() -> None:
 
     if hasattr(WorkerBase, CONTROL_METHOD):
         return
-    from clairai.compat import stop_rules, worker
+    from clairai.compat import remote_ranks, stop_rules, worker
 
     setattr(WorkerBase, CONTROL_METHOD, worker.handle_control)
     WorkerBase.__init__ = _wrap_worker_init(WorkerBase.__init__)
@@ -51,6 +52,9 @@ def install_hooks() -> None:
     )
     EngineCore.collective_rpc = _wrap_collective_rpc(EngineCore.collective_rpc)
     EngineCore.add_request = stop_rules.wrap_add_request(EngineCore.add_request)
+    EngineCore._initialize_kv_caches = remote_ranks.wrap_initialize_kv_caches(
+        EngineCore._initialize_kv_caches
+    )
     if VARIABLE in os.environ:
         from vllm.v1.engine import EngineCoreRequestType
         from vllm.v1.engine.core import EngineCoreProc
@@ -97,6 +101,7 @@ def wrap_create_engine_config(original: Any) -> Any:
             _check_core_settings(config)
             _tell_cores(config)
             _keep_scores_offline(config, call.arguments.get("usage_context"))
+            _hand_on_environment(config)
         return config
 
     return create_engine_config
@@ -120,6 +125,14 @@ def _tell_cores(config: Any) -> None:
     num_cores = int(getattr(parallel, "data_parallel_size", 1))
     if num_cores > 1:
         config.additional_config = {**config.additional_config, CORES_KEY: num_cores}
+
+
+def _hand_on_environment(config: Any) -> None:
+    from clairai.compat.check_engine import uses_ray
+    from clairai.compat.remote_ranks import hand_on_environment
+
+    if uses_ray(config):
+        hand_on_environment(os.environ)
 
 
 def _keep_scores_offline(config: Any, usage: Any) -> None:

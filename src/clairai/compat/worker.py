@@ -12,7 +12,11 @@ Worker.reset_weights           v1/worker/gpu_worker.py   -           0.32:380
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
+import os
+import threading
 from collections.abc import Sequence, Set
 from typing import Any, Final
 
@@ -61,7 +65,7 @@ from clairai.engine.worker_control import (
     answer_control,
     follow_control,
 )
-from clairai.errors import PointError
+from clairai.errors import PointError, TapMissingError
 from clairai.local.private_socket import runtime_dir
 from clairai.points import Point
 from clairai.probe.bank import EngineBank
@@ -105,7 +109,8 @@ def handle_control(worker: Any, message: bytes) -> bytes:
     other stages follow changes of the bank, and all take weights.
     """
     held = getattr(worker, "clairai_held_bank", None)
-    with end_with_a_rank(getattr(worker, "clairai_stage", None)):
+    lock = getattr(worker, "clairai_step_lock", contextlib.nullcontext())
+    with lock, end_with_a_rank(getattr(worker, "clairai_stage", None)):
         weights = _find_weights_control(worker)
         if held is not None:
             return follow_control(held, message, weights)
@@ -418,23 +423,65 @@ def _check_taps_ran(worker: Any) -> None:
 
 
 def _check_every_step(worker: Any) -> None:
-    """execute_model(scheduler_output): v1/worker/worker_base.py, 0.26 and 0.32.
+    """Look at each step of the runner; what is raised there ends the engine.
 
-    An exception there ends the engine.
+    execute_model(scheduler_output, ...): V1 0.26:4111 0.32:3940, V2 0.26:1151 0.32:1719. Of the
+    runner and not of the worker: vLLM's Ray executor on compiled graphs calls the runner itself
+    (v1/executor/ray_utils.py execute_model_ray, 0.32:124), on another thread than `handle_control`.
     """
-    original, proof = worker.execute_model, worker.clairai_tap_proof
-    check_ranks = ranks.make_step_check(worker)
+    runner, proof = worker.model_runner, worker.clairai_tap_proof
+    original, check_ranks = runner.execute_model, ranks.make_step_check(worker)
 
     @functools.wraps(original)
-    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(scheduler_output, *args, **kwargs)
-        num_tokens = scheduler_output.total_num_scheduled_tokens
-        proof.check_step(num_tokens)
+    def execute_model(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if kwargs.get("dummy_run"):  # V2 runs what is no step through the same method
+            return result
+        num_tokens = (args[0] if args else kwargs["scheduler_output"]).total_num_scheduled_tokens
+        try:
+            proof.check_step(num_tokens)
+        except TapMissingError:
+            _end_unheard_rank(worker)
+            raise
         if check_ranks is not None and num_tokens:
             check_ranks(num_tokens)
         return result
 
-    worker.execute_model = execute_model
+    runner.execute_model = execute_model
+    if check_engine.uses_ray_graph(worker.vllm_config):
+        worker.clairai_step_lock = threading.Lock()
+        runner.execute_model = _hold_lock(worker.clairai_step_lock, execute_model)
+
+
+def _hold_lock(lock: threading.Lock, original: Any) -> Any:
+    """Keep control messages, which take the same lock, out of a step.
+
+    A rank's step may not have ended when the first rank has answered and a control message comes.
+    All ranks have begun it by then, because a step gathers what each computed; so all ranks see
+    the message between the same two steps.
+    """
+
+    @functools.wraps(original)
+    def execute_model(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return original(*args, **kwargs)
+
+    return execute_model
+
+
+def _end_unheard_rank(worker: Any) -> None:
+    """End the process of a rank with a fault of which vLLM would not hear.
+
+    vLLM reads the answer of the rank with the ring alone, and only logs what another one raises
+    (v1/executor/multiproc_executor.py `_execute_worker_rpc`, 0.32:1043; v1/executor/ray_executor.py
+    `_execute_dag`, 0.32:450). It ends an engine that has lost a rank.
+    """
+    if worker.clairai_stage.is_publisher:
+        return
+    logging.getLogger("vllm.clairai").critical(
+        "rank %d ends, and the engine with it", worker.rank, exc_info=True
+    )
+    os._exit(1)
 
 
 def _close(worker: Any) -> None:

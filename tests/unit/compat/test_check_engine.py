@@ -16,6 +16,7 @@ from clairai.compat.check_engine import (
     check_device,
     check_modes,
     check_version,
+    check_weights_mode,
     find_refused_device,
     list_refused_modes,
 )
@@ -75,7 +76,7 @@ MODES = [
     ("pass_config.enable_sp", True, "sequence-parallel residuals"),
     ("pass_config.enable_sequence_parallelism", True, "sequence-parallel residuals"),
     ("speculative_config", SimpleNamespace(method="medusa"), "speculative decoding by a method"),
-    ("parallel_config.use_ray", True, "vLLM's Ray executor"),
+    ("parallel_config.use_ray", True, "a Ray executor that is not vLLM's own"),
     ("cache_config.kv_sharing_fast_prefill", True, "KV-sharing fast prefill"),
     ("model_config.enable_prompt_embeds", True, "prompt embeddings"),
     ("model_config.runner_type", "pooling", "pooling models"),
@@ -92,6 +93,45 @@ def test_a_mode_that_would_give_wrong_rows_is_refused_with_the_way_out(
     assert reason.startswith(mode)
     with pytest.raises(UnsupportedError, match=f"{mode}.*turn it off, or remove the clairai key"):
         check_modes(config(path, value))
+
+
+def by_ray(path: str = "", value: object = None) -> Any:
+    found = config(path, value)
+    found.parallel_config.use_ray = True
+    found.parallel_config.distributed_executor_backend = "ray"
+    return found
+
+
+def test_both_ray_executors_are_served_on_a_cpu_and_the_newer_one_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_gpu = by_ray()
+    on_gpu.device_config.device_type = "cuda"
+    assert list_refused_modes(by_ray()) == list_refused_modes(on_gpu) == []
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    assert list_refused_modes(by_ray()) == []
+    (reason,) = list_refused_modes(on_gpu)
+    assert reason.startswith("vLLM's Ray executor on compiled graphs with a GPU")
+    assert "leave VLLM_USE_RAY_V2_EXECUTOR_BACKEND unset" in reason
+
+
+def test_what_was_not_tried_with_ray_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    staged = by_ray("parallel_config.pipeline_parallel_size", 2)
+    speculating = by_ray("speculative_config", SimpleNamespace(method="ngram"))
+    connected = by_ray()
+    connected.kv_transfer_config = SimpleNamespace(kv_connector="ExampleConnector")
+    for found, mode in (
+        (staged, "pipeline parallelism with vLLM's Ray executor"),
+        (speculating, "speculative decoding with vLLM's Ray executor"),
+        (connected, "a KV connector with vLLM's Ray executor"),
+    ):
+        (reason,) = list_refused_modes(found)
+        assert reason.startswith(mode)
+    with pytest.raises(UnsupportedError, match="new weights were not tried with vLLM's Ray exec"):
+        check_weights_mode(by_ray())
+    monkeypatch.setattr(check_engine, "vllm_version", lambda: "0.31.2")
+    (reason,) = list_refused_modes(by_ray())
+    assert reason.startswith("vLLM's Ray executor before vLLM 0.32")
 
 
 def test_stages_are_served_on_a_cpu_and_refused_on_a_gpu() -> None:
@@ -120,6 +160,11 @@ def test_every_refused_mode_is_listed_here() -> None:
         "speculative decoding with adaptive verification",
         "speculative decoding with several ranks",
         "speculative decoding with vLLM before 0.32",
+        "vLLM's Ray executor before vLLM 0.32",
+        "vLLM's Ray executor on compiled graphs with a GPU",
+        "pipeline parallelism with vLLM's Ray executor",
+        "speculative decoding with vLLM's Ray executor",
+        "a KV connector with vLLM's Ray executor",
     )
     others = [reason for reason, _ in REFUSED_MODES if not reason.startswith(modes)]
     assert sorted(reason.partition(" (")[0] for reason in others) == sorted(elsewhere)

@@ -12,6 +12,7 @@ from torch import nn
 
 from clairai.compat import worker
 from clairai.compat.block_norms import find_passed_norms
+from clairai.compat.pipeline_stages import Stage
 from clairai.compat.tap_proof import TapProof
 from clairai.engine.score.score_tables import ScoreTables
 from clairai.errors import TapMissingError
@@ -153,21 +154,67 @@ def test_a_step_without_any_tap_ends_the_engine_where_no_graph_can_explain_it() 
     proof.check_step(8)
 
 
-def test_the_worker_asks_after_every_step() -> None:
+def checked_runner(*, is_publisher: bool = True, use_ray: bool = False) -> Any:
+    """A model runner whose steps are checked, and its worker, whose second tap small steps miss."""
     model, proof = served(PassingModel)
 
-    def execute_model(scheduled: Any) -> str:
+    def execute_model(scheduled: Any, *, dummy_run: bool = False) -> str:
         forward(model, scheduled.total_num_scheduled_tokens)
-        return "output"
+        return "dummy" if dummy_run else "output"
 
-    one_rank = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
+    runner = SimpleNamespace(execute_model=execute_model)
+    parallel = SimpleNamespace(tensor_parallel_size=1, use_ray=use_ray)
     engine: Any = SimpleNamespace(
-        execute_model=execute_model, clairai_tap_proof=proof, vllm_config=one_rank
+        model_runner=runner,
+        rank=1,
+        clairai_tap_proof=proof,
+        clairai_stage=Stage(0, 1, is_publisher),
+        vllm_config=SimpleNamespace(parallel_config=parallel),
     )
     worker._check_every_step(engine)
-    assert engine.execute_model(SimpleNamespace(total_num_scheduled_tokens=32)) == "output"
+    return engine
+
+
+def test_every_step_of_the_runner_is_checked_whoever_calls_it() -> None:
+    runner = checked_runner().model_runner
+    assert runner.execute_model(SimpleNamespace(total_num_scheduled_tokens=32)) == "output"
+    small = SimpleNamespace(total_num_scheduled_tokens=8)
+    assert checked_runner().model_runner.execute_model(small, dummy_run=True) == "dummy"
     with pytest.raises(TapMissingError, match="in a step of 8 tokens"):
-        engine.execute_model(SimpleNamespace(total_num_scheduled_tokens=8))
+        runner.execute_model(small)
+
+
+def test_a_rank_whose_answer_nobody_reads_ends_with_its_fault(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr("os._exit", codes.append)
+    with pytest.raises(TapMissingError):
+        checked_runner(is_publisher=False).model_runner.execute_model(
+            SimpleNamespace(total_num_scheduled_tokens=8)
+        )
+    assert codes == [1]
+    assert "rank 1 ends, and the engine with it" in caplog.text
+    assert "1 of 2 taps did not run in a step of 8 tokens" in caplog.text
+
+
+def test_steps_and_control_messages_exclude_each_other_where_they_have_two_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    engine = checked_runner(use_ray=True)
+    held: list[bool] = []
+
+    def note(*_: Any) -> None:
+        held.append(engine.clairai_step_lock.locked())
+
+    monkeypatch.setattr(worker, "answer_control", note)
+    monkeypatch.setattr(engine.clairai_tap_proof, "check_step", note)
+    engine.vllm_config.weight_transfer_config = None
+    worker.handle_control(engine, b"")
+    engine.model_runner.execute_model(SimpleNamespace(total_num_scheduled_tokens=32))
+    assert held == [True, True]
+    assert not engine.clairai_step_lock.locked()
 
 
 def test_forwards_between_two_steps_are_no_fault() -> None:
