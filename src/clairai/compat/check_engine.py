@@ -117,8 +117,8 @@ def find_core_number(config: Any) -> int | None:
     """Which of several engine cores this is; None if it is the only one.
 
     A core of a model without experts is told of none but itself, so we tell it (install.py). Its
-    number: config/parallel.py data_parallel_index, 0.32:439; before, all were on one machine, and
-    v1/engine/core.py run_engine_core, 0.26, sets data_parallel_rank_local.
+    number: config/parallel.py data_parallel_index, 0.32:439, else that on its machine. Should two
+    have the same, the second finds its folder of captures locked, and does not start.
     """
     if not (_read_path(config, "additional_config") or {}).get(CORES_KEY):
         return None
