@@ -41,10 +41,12 @@ def _plant(llm: Any) -> list[int]:
 
 def _hide_a_tap(worker: Any) -> int:
     """Plant a fault: a tap of this rank alone runs, and nobody sees that it did."""
+    from clairai.compat.tap_proof import WatchedSite
+
     if worker.rank != 1:
         return 0
     named = worker.vllm_config.compilation_config.static_forward_context
-    name = next(name for name in named if name.startswith("clairai.post_block"))
+    name = next(name for name, found in named.items() if isinstance(found, WatchedSite))
     named[name] = named[name].site
     return 1
 

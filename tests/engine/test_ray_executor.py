@@ -43,7 +43,7 @@ def _engine(
         ray_cluster.run_cluster(nodes, paths=(plugin.path,), folder=folder) as cluster,
         EngineProcess(
             plant=plugin,
-            start_s=200,
+            start_s=500,
             environment={
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
                 "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the tests send functions to the ranks

@@ -9,7 +9,7 @@ generate_block_hash_extra_keys         v1/core/kv_cache_utils.py  0.26:558   0.3
 KVCacheManager.get_computed_blocks     v1/core/kv_cache_manager.py 0.26:207  0.32:264
 WeightTransferEngineFactory            distributed/weight_transfer/factory.py 0.26:41 0.32:41
 EngineCoreProc.run_busy_loop           v1/engine/core.py          0.26:1358  0.32:1547
-EngineCore._initialize_kv_caches       v1/engine/core.py                     0.32:261
+EngineCore._initialize_kv_caches       v1/engine/core.py          0.26:243   0.32:261
 
 The first four and the last look for the key in their own engine's config, the others for rules or a
 plan in the request, and all pass straight through without. The busy loop is wrapped only under a

@@ -1,6 +1,6 @@
 """Makes sure of an engine whose ranks Ray starts: each has clairai, and readers can reach the ring.
 
-EngineCore._initialize_kv_caches          v1/engine/core.py               0.32:261
+EngineCore._initialize_kv_caches          v1/engine/core.py               0.26:243  0.32:261
 Executor.collective_rpc                   v1/executor/abstract.py         0.32:177
 RayExecutorV2                             v1/executor/ray_executor_v2.py  0.32:239
 RayDistributedExecutor                    v1/executor/ray_executor.py     0.32:66
