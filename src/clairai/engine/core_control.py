@@ -290,8 +290,8 @@ class CoreControl:
         ends the update, as it does with vLLM's own backends.
         """
         ask = _explain_death(ask)
-        self._require_alone()
         try:
+            self._require_alone()
             if plan is not None:
                 self._require_all([self._ask_ranks(weights_messages.PlanWeights(plan), ask)])
             if commit is not None:

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from clairai.errors import ClairaiError, CoresDifferError
+from clairai.errors import ClairaiError, CoresDifferError, EngineGoneError
 from clairai.server.core_weights import CallCore, CoreWeights
 from clairai.wire import capture_messages, control_messages, steering_messages, weights_messages
 from clairai.wire.capture_messages import Captured, Captures, CaptureState
@@ -80,28 +80,29 @@ class CoreGroup:
         return await self._weights.describe()
 
     async def plan_begun(self, manifest: bytes) -> None:
-        """Plan new weights in an update that a caller of vLLM's has begun, and will end.
-
-        An error ends the update, as it does with vLLM's own backends.
-        """
-        try:
+        """Plan new weights in an update that a caller of vLLM's has begun, and will end."""
+        async with self._ended_by_errors():
             await self._weights.plan(manifest)
-        except ClairaiError:
-            await self._weights.end_update()
-            raise
 
     async def commit_begun(self, manifest: bytes) -> None:
         """Commit them in such an update."""
 
         async def commit() -> bytes:
-            async with self.lock():
-                try:
-                    return await self._commit(manifest, is_begun=True)
-                except ClairaiError:
-                    await self._weights.end_update()
-                    raise
+            async with self.lock(), self._ended_by_errors():
+                return await self._commit(manifest, is_begun=True)
 
         await self._finish(commit())
+
+    @contextlib.asynccontextmanager
+    async def _ended_by_errors(self) -> AsyncIterator[None]:
+        """An error ends the update that was begun, as it does with vLLM's own backends."""
+        try:
+            yield
+        except EngineGoneError:
+            raise  # with all of its updates
+        except ClairaiError:
+            await self._weights.end_update()
+            raise
 
     async def _finish(self, work: Coroutine[Any, Any, bytes]) -> bytes:
         """A caller that leaves must not end a change between two cores."""
