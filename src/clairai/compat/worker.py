@@ -29,6 +29,7 @@ from clairai.compat.capture_setup import (
     make_capture_resolver,
     stash_indexes,
 )
+from clairai.compat.check_engine import find_core_number
 from clairai.compat.engine_core import (
     CompileKey,
     get_model_name,
@@ -166,9 +167,7 @@ def _install_taps(worker: Any, resolved: ResolvedSettings) -> None:
         listeners.append(publisher)
         if settings.capture_settings is not None:
             # After the publisher, because rules wait for the scores.
-            captures = settings.capture_settings.for_core(
-                check_engine.find_core_number(worker.vllm_config)
-            )
+            captures = settings.capture_settings.for_core(find_core_number(worker.vllm_config))
             worker.clairai_capture = make_capture(worker, captures, sites, earlier)
             listeners.append(worker.clairai_capture)
     elif not stage.is_alone:
@@ -376,7 +375,7 @@ def _name_shared_engine(config: Any) -> str:
 
     config/vllm.py instance_id, 0.26 and 0.32:425.
     """
-    return "" if check_engine.find_core_number(config) is None else f"{config.instance_id}"
+    return "" if find_core_number(config) is None else f"{config.instance_id}"
 
 
 def _count_memory(model_runner: Any, nbytes: int) -> None:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from clairai.compat.admission import Admission, StreamOwner
+from clairai.compat.check_engine import CORES_KEY
 from clairai.compat.engine_core import require_idle, wrap_extra_keys
 from clairai.compat.extra_args import STEERING_KEY, EncodedSteeringPlan
 from clairai.engine.core_control import CoreControl
@@ -124,8 +125,8 @@ def test_a_choice_that_waits_delays_new_weights_if_another_core_may_run_the_othe
     one, other = waiting.scheduler.requests.values()
     one.request_id, other.request_id = "1_r-0123abcd", "s-0123abcd"
     require_idle(waiting, MODEL)
-    # Kept free for the cores of one engine (config/parallel.py, 0.32:992).
-    waiting.vllm_config.parallel_config._data_parallel_master_port_list = [1, 2]
+    waiting.vllm_config.additional_config = {CORES_KEY: 2}
+    waiting.vllm_config.parallel_config.data_parallel_index = 1
     with pytest.raises(WeightsBusyError, match="1 requests have begun"):
         require_idle(waiting, MODEL)
     waiting.vllm_config.parallel_config.data_parallel_external_lb = True
