@@ -44,6 +44,7 @@ from tests.engine import server as parts
 from tests.engine.attribution import Sent, Verdict
 from tests.engine.serving import Served, serving
 from tests.fidelity.oracle import hidden_states, relative_error
+from tests.support.ring_engine import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 DIED: Final = "died unexpectedly (exit code: "  # v1/executor/multiproc_executor.py, 0.32
@@ -316,7 +317,7 @@ class Kept(NamedTuple):
 async def _capture(
     client: httpx.AsyncClient, prompt: list[int], headers: dict[str, str], *, n: int = 1
 ) -> Kept:
-    """Ask for a capture of all tokens at all points; the response says that all is safe."""
+    """Ask for a capture of all tokens at all points."""
     body = {
         "model": parts.MODEL,
         "prompt": prompt,
@@ -334,8 +335,9 @@ async def _capture(
     answer = response.json()
     tokens = [[*prompt, *one["token_ids"]][:-1] for one in answer["choices"]]
     told = answer["clairai"]["capture"]
-    assert (told["state"], told["lost"], told.get("reason")) == ("kept", 0, None)
-    assert told["rows"] >= 2 * sum(map(len, tokens))  # at two points
+    # On a busy machine the rows are safe only after the response.
+    assert told["state"] in ("writing", "kept")
+    assert (told["lost"], told.get("reason")) == (0, None)
     return Kept(told["id"], tokens)
 
 
@@ -369,7 +371,18 @@ def kept(served: Served) -> list[list[Kept]]:
             asked.append([_capture(through, prompt(), {}, n=1 + at % 3) for at in range(12)])
             return [await asyncio.gather(*of_core) for of_core in asked]
 
-    return asyncio.run(ask())
+    found = asyncio.run(ask())
+    with served.client() as client:
+        until(lambda: all(one["state"] == "kept" for one in _list_captures(client)))
+        rows = {one["id"]: one["rows"] for one in _list_captures(client)}
+    for one in itertools.chain(*found):
+        assert rows[one.id] >= 2 * sum(map(len, one.tokens))  # at two points
+    return found
+
+
+def _list_captures(client: httpx.Client) -> list[dict[str, Any]]:
+    listed: list[dict[str, Any]] = client.get("/v1/captures").json()["data"]
+    return listed
 
 
 def test_captures_of_both_cores_are_one_store_with_every_row_in_its_place(
