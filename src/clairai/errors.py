@@ -38,7 +38,7 @@ While streaming, loss is not an error: it is counted, and always reported.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 
 def quote(value: object, limit: int = 60) -> str:
@@ -208,3 +208,17 @@ def missing_extra(library: str, extra: str) -> ConfigError:
 def describe_os_error(error: OSError | ValueError) -> str:
     """Why a path could not be used, in the operating system's words where it has any."""
     return (error.strerror if isinstance(error, OSError) else None) or "the path is not usable"
+
+
+_BY_CODE: Final = {
+    kind.code: kind
+    for kind in tuple(vars().values())
+    if isinstance(kind, type) and issubclass(kind, ClairaiError)
+}
+
+
+def make_error(
+    code: str, reason: str, otherwise: type[ClairaiError] = ClairaiError
+) -> ClairaiError:
+    """The error that another process has reported; `otherwise` if none of ours has this code."""
+    return _BY_CODE.get(code, otherwise)(reason)

@@ -25,7 +25,6 @@ from typing import Final
 
 import msgspec
 
-from clairai import errors
 from clairai.capture import pipe_messages
 from clairai.capture.consumers import Policy
 from clairai.capture.pipe import Pipe
@@ -34,7 +33,7 @@ from clairai.capture.results import CaptureResults, RowTotals
 from clairai.capture.staging_arena import StagingArena
 from clairai.capture.staging_reader import Wait, count_layout_rows
 from clairai.engine.capture.capture_plan import AnswerId, CapturePlan
-from clairai.errors import ClairaiError, ConfigError
+from clairai.errors import ConfigError, make_error
 from clairai.local.heartbeat import open_pidfd
 from clairai.local.own_clock import OwnClock
 from clairai.local.run_module import module_command, module_environment
@@ -64,11 +63,6 @@ NOT_STARTED: Final = (
     "the capture writer process could not be started, {}; see its messages above, or capture "
     'in the engine\'s own process with "process": "engine" in capture'
 )
-_ERRORS: Final = {
-    kind.code: kind
-    for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, ClairaiError)
-}
 _log: Final = logging.getLogger("clairai.capture")
 Restart = Callable[[str | None], "WriterLink"]
 
@@ -469,6 +463,6 @@ def _start_writer(
         raise ConfigError(NOT_STARTED.format("it said nothing"))
     first = pipe_messages.WRITER_DECODER.decode(received[0])
     if isinstance(first, pipe_messages.WriterRefused):
-        raise _ERRORS.get(first.code, ConfigError)(first.reason)
+        raise make_error(first.code, first.reason, ConfigError)
     assert isinstance(first, pipe_messages.WriterReady)
     return first, received[1:]

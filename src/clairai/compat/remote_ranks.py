@@ -95,7 +95,10 @@ def require_ring(executor: Any, vllm_config: Any) -> None:
     first = put_publisher_first(vllm_config, replies)[0]
     described = msgspec.msgpack.decode(first, type=control_messages.ControlReply)
     if not isinstance(described, control_messages.Description):
-        raise UnsupportedError(f"the rank with the ring does not describe it: {described}")
+        raise UnsupportedError(
+            f"the rank with the ring does not describe it ({quote(str(described), 200)}); see the "
+            "log of that rank, and install the same clairai on every node of the Ray cluster"
+        )
     _require_reachable(Path(described.socket), find_publisher_rank(vllm_config))
 
 

@@ -15,7 +15,6 @@ from typing import Final, TypeVar
 import msgspec
 import numpy as np
 
-from clairai import errors
 from clairai.engine.steer.steering_registry import SteeringRegistry
 from clairai.errors import (
     ClairaiError,
@@ -25,6 +24,7 @@ from clairai.errors import (
     UnsupportedError,
     WeightsError,
     WeightsTornError,
+    make_error,
 )
 from clairai.fields.catalog import rule_threshold
 from clairai.fields.rules import StopRule
@@ -42,11 +42,6 @@ _DECODER: Final = msgspec.msgpack.Decoder(control_messages.Control)
 _REPLY_DECODER: Final = msgspec.msgpack.Decoder(control_messages.ControlReply)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _JSON_ENCODER: Final = msgspec.json.Encoder()
-_ERRORS: Final = {
-    kind.code: kind
-    for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, ClairaiError)
-}
 _TIER_NAMES: Final = ("base", "prefill", "decode")
 _STEERING_OFF: Final = (
     'this engine cannot steer; start it with "steering": true or "vectors": [files] '
@@ -340,21 +335,13 @@ class CoreControl:
         Then no rank may serve until a whole set comes.
         """
         replies = ask_workers(_ENCODER.encode(apply))
-        outcomes = [_REPLY_DECODER.decode(reply) for reply in replies]
-        loaded = [one for one in outcomes if isinstance(one, weights_messages.WeightsCommitted)]
-        if len(loaded) == len(outcomes) and len({one.digest for one in loaded}) == 1:
-            return replies[0]
-        refused = [one for one in outcomes if isinstance(one, ring_messages.Refusal)]
-        is_untouched = not loaded and all(one.code != WeightsTornError.code for one in refused)
-        if not is_untouched:
+        outcomes = map(_REPLY_DECODER.decode, replies)
+        torn = weights_messages.describe_torn(outcomes, "ranks", WeightsTornError.code)
+        if torn is not None:
             self._tear(ask_workers)
-            reasons = " and ".join(dict.fromkeys(one.reason.partition(";")[0] for one in refused))
-            raise WeightsTornError(
-                f"{len(loaded)} of {len(outcomes)} ranks have the new weights: "
-                f"{reasons or 'they differ'}; send a whole set of weights, or restart the engine"
-            )
+            raise WeightsTornError(torn)
         self._require_all(replies)
-        raise AssertionError("a rank refused, or all have loaded")
+        return replies[0]
 
     def _require_all(self, replies: Sequence[bytes]) -> None:
         """Raise the first refusal among the replies of the ranks."""
@@ -362,7 +349,7 @@ class CoreControl:
             outcome = _REPLY_DECODER.decode(reply)
             if isinstance(outcome, ring_messages.Refusal):
                 where = f"rank {rank}: " if rank else ""
-                raise _ERRORS.get(outcome.code, ClairaiError)(f"{where}{outcome.reason}")
+                raise make_error(outcome.code, f"{where}{outcome.reason}")
 
     def _install_probes(self, transfer: str, reply: bytes, ask_workers: AskWorkers) -> bytes:
         """Have the ranks score with probes that came along: only when all have loaded the model.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,12 +16,6 @@ from clairai.wire import control_messages, ring_messages
 from clairai.wire.control_messages import CONTROL_METHOD
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
-
-_ERRORS: Final = {
-    kind.code: kind
-    for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, errors.ClairaiError)
-}
 
 
 def ask_engine(llm: Any, control: control_messages.Control, kind: type[Reply]) -> Reply:
@@ -71,6 +65,6 @@ def read_reply(data: bytes, kind: type[Reply]) -> Reply:
     """Decode a reply; raise the error that a refusal stands for."""
     reply = msgspec.msgpack.decode(data, type=control_messages.ControlReply)
     if isinstance(reply, ring_messages.Refusal):
-        raise _ERRORS.get(reply.code, errors.ClairaiError)(reply.reason)
+        raise errors.make_error(reply.code, reply.reason)
     assert isinstance(reply, kind), f"asked for {kind.__name__}, got {type(reply).__name__}"
     return reply

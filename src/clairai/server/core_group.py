@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from clairai.errors import ClairaiError, CoresDifferError, EngineGoneError
-from clairai.server.core_weights import CallCore, CoreWeights
+from clairai.server.core_weights import CallCore, CoreWeights, decode_reply
 from clairai.wire import capture_messages, control_messages, steering_messages, weights_messages
 from clairai.wire.capture_messages import Captured, Captures, CaptureState
 from clairai.wire.control_messages import Control, ControlReply
@@ -44,7 +44,6 @@ _VERSIONED: Final = (
     steering_messages.VectorState,
     steering_messages.SteeringState,
 )
-_DECODER: Final = msgspec.msgpack.Decoder(ControlReply)
 _log: Final = logging.getLogger(__name__)
 
 
@@ -128,7 +127,7 @@ class CoreGroup:
             self._require_alike()
             first, *others = self._calls
             replies = [(await first(message))[0]]
-            if isinstance(_decode(replies[0]), Refusal):
+            if isinstance(decode_reply(replies[0]), Refusal):
                 return replies[0]
             try:
                 replies += [
@@ -141,7 +140,7 @@ class CoreGroup:
             return replies[0]
 
     def _check_versions(self, replies: Sequence[bytes]) -> None:
-        decoded = [_decode(reply) for reply in replies]
+        decoded = [decode_reply(reply) for reply in replies]
         versions = [reply.version if isinstance(reply, _VERSIONED) else None for reply in decoded]
         if len(set(versions)) == 1:
             return
@@ -176,21 +175,16 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
-def _decode(reply: bytes) -> ControlReply:
-    decoded: ControlReply = _DECODER.decode(reply)
-    return decoded
-
-
 def _merge_replies(control: Control, replies: Sequence[bytes]) -> bytes:
     """One answer: of the core that knows, where only one does, else of the first."""
     match control:
         case steering_messages.WhyRefused():
-            reasons = (reply for reply in replies if _is_reason(_decode(reply)))
+            reasons = (reply for reply in replies if _is_reason(decode_reply(reply)))
             return next(reasons, replies[0])
         case steering_messages.ChangeSteering():
             return _merge_changed(replies)
         case weights_messages.FindVersions(streams):
-            found = [_decode(reply) for reply in replies]
+            found = [decode_reply(reply) for reply in replies]
             known = [one.versions for one in found if isinstance(one, weights_messages.Versions)]
             versions = [
                 next((version for version in of_stream if version is not None), None)
@@ -212,7 +206,7 @@ def _is_reason(reply: ControlReply) -> bool:
 
 def _merge_changed(replies: Sequence[bytes]) -> bytes:
     """The answers to one request (n > 1) may run on several cores."""
-    decoded = [_decode(reply) for reply in replies]
+    decoded = [decode_reply(reply) for reply in replies]
     changed = [one for one in decoded if isinstance(one, steering_messages.SteeringChanged)]
     if not changed:
         return replies[0]
@@ -225,7 +219,7 @@ def _merge_captures(
     replies: Sequence[bytes],
 ) -> bytes:
     """The answers of each request, whichever cores they ran on."""
-    decoded = [_decode(reply) for reply in replies]
+    decoded = [decode_reply(reply) for reply in replies]
     lists = [one.found for one in decoded if isinstance(one, Captures)]
     if len(lists) < len(replies):
         return next(r for r, one in zip(replies, decoded, strict=True) if isinstance(one, Refusal))
@@ -247,7 +241,7 @@ def _sort_answers(parts: Sequence[Sequence[Captured]]) -> tuple[Captured, ...]:
 
 def _merge_capture_states(replies: Sequence[bytes]) -> bytes:
     """Of all cores: numbers added up, and every core's consumers, named for it."""
-    decoded = [_decode(reply) for reply in replies]
+    decoded = [decode_reply(reply) for reply in replies]
     states = [one for one in decoded if isinstance(one, CaptureState)]
     if len(states) < len(replies):
         return next(r for r, one in zip(replies, decoded, strict=True) if isinstance(one, Refusal))

@@ -13,8 +13,13 @@ from typing import Final
 
 import msgspec
 
-from clairai import errors
-from clairai.errors import ClairaiError, CoresDifferError, WeightsError, WeightsTornError
+from clairai.errors import (
+    ClairaiError,
+    CoresDifferError,
+    WeightsError,
+    WeightsTornError,
+    make_error,
+)
 from clairai.weights.manifest import Manifest, encode_manifest, kind_of, parse_manifest
 from clairai.wire import weights_messages
 from clairai.wire.control_messages import Control, ControlReply
@@ -22,11 +27,6 @@ from clairai.wire.ring_messages import Refusal
 
 CallCore = Callable[[bytes], Awaitable[list[bytes]]]
 _DECODER: Final = msgspec.msgpack.Decoder(ControlReply)
-_ERRORS: Final = {
-    kind.code: kind
-    for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, ClairaiError)
-}
 
 
 class CoreWeights:
@@ -36,15 +36,13 @@ class CoreWeights:
         self._calls = calls
 
     async def answer(self, control: weights_messages.WeightsControl) -> ControlReply:
-        """The reply of all cores; raises what one of them refuses."""
+        """The reply of all cores to what commits nothing; raises what one of them refuses."""
         count = len(self._calls)
         match control:
             case weights_messages.DescribeWeights():
                 return await self.describe()
             case weights_messages.ListTensors():
-                return _decode((await self._calls[0](msgspec.msgpack.encode(control)))[0])
-            case weights_messages.CommitWeights(manifest):
-                return await self.commit(manifest, is_begun=False)
+                return decode_reply((await self._calls[0](msgspec.msgpack.encode(control)))[0])
             case weights_messages.PlanWeights(manifest):
                 return await self.plan(manifest)
             case _:
@@ -101,19 +99,15 @@ class CoreWeights:
     async def _require_loaded(
         self, replies: Sequence[ControlReply]
     ) -> weights_messages.WeightsCommitted:
-        loaded = [one for one in replies if isinstance(one, weights_messages.WeightsCommitted)]
-        if len(loaded) == len(replies) and len({(one.version, one.digest) for one in loaded}) == 1:
-            return loaded[0]
-        refused = [one for one in replies if isinstance(one, Refusal)]
-        if not loaded and all(one.code != WeightsTornError.code for one in refused):
-            _raise_refusal(replies)
-        tear = weights_messages.TearWeights.after(await self._ask_states())
-        await self._ask_each([tear] * len(self._calls))
-        reasons = " and ".join(dict.fromkeys(one.reason.partition(";")[0] for one in refused))
-        raise WeightsTornError(
-            f"{len(loaded)} of {len(replies)} engine cores have the new weights: "
-            f"{reasons or 'they differ'}; send a whole set of weights, or restart the engine"
-        )
+        torn = weights_messages.describe_torn(replies, "engine cores", WeightsTornError.code)
+        if torn is not None:
+            tear = weights_messages.TearWeights.after(await self._ask_states())
+            await self._ask_each([tear] * len(self._calls))
+            raise WeightsTornError(torn)
+        _raise_refusal(replies)
+        loaded = replies[0]
+        assert isinstance(loaded, weights_messages.WeightsCommitted)
+        return loaded
 
     async def _for_each_core(self, raw: bytes) -> tuple[Manifest, list[bytes]]:
         """The manifest, and as each core takes it; beside the event loop, for it may be long."""
@@ -142,7 +136,7 @@ class CoreWeights:
         for one in found:
             if isinstance(one, BaseException):
                 raise one
-        return [_decode(one[0]) for one in found if not isinstance(one, BaseException)]
+        return [decode_reply(one[0]) for one in found if not isinstance(one, BaseException)]
 
 
 def split_manifest(
@@ -170,7 +164,7 @@ def split_manifest(
     return found
 
 
-def _decode(reply: bytes) -> ControlReply:
+def decode_reply(reply: bytes) -> ControlReply:
     decoded: ControlReply = _DECODER.decode(reply)
     return decoded
 
@@ -179,7 +173,7 @@ def _raise_refusal(replies: Sequence[ControlReply]) -> None:
     for core, reply in enumerate(replies):
         if isinstance(reply, Refusal):
             where = f"engine core {core}: " if core else ""
-            raise _ERRORS.get(reply.code, ClairaiError)(f"{where}{reply.reason}")
+            raise make_error(reply.code, f"{where}{reply.reason}")
 
 
 def _require_alike(replies: Sequence[ControlReply]) -> ControlReply:

@@ -17,8 +17,13 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from clairai import errors
-from clairai.errors import CaptureDownError, ClairaiError, ConfigError, EngineGoneError
+from clairai.errors import (
+    CaptureDownError,
+    ClairaiError,
+    ConfigError,
+    EngineGoneError,
+    make_error,
+)
 from clairai.library.engine_control import read_reply
 from clairai.server.core_cache import CoreCache
 from clairai.server.core_group import CoreGroup
@@ -50,11 +55,6 @@ NO_TAPS: Final = (
     """--additional-config '{"clairai": {...}}' and without CLAIRAI_DISABLE"""
 )
 ATTRIBUTE: Final = "clairai_engine"  # of the app's state
-_ERROR_KINDS: Final = {
-    kind.code: kind
-    for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, ClairaiError)
-}
 
 
 class RouteRefusal(Exception):
@@ -187,7 +187,7 @@ class EngineRpc:
     async def why_refused(self, stream: int) -> ClairaiError | None:
         """Why the core refused this request; None if it did not."""
         reply = await self.ask(WhyRefused(stream), RefusalReason, limit_s=ALIVE_S)
-        return _ERROR_KINDS.get(reply.code, ClairaiError)(reply.reason) if reply.reason else None
+        return make_error(reply.code, reply.reason) if reply.reason else None
 
     async def check_capture(self) -> None:
         """CaptureDownError if nothing is captured now; the engine is asked once a second."""

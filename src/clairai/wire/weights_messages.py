@@ -5,10 +5,12 @@ A manifest is JSON as it came over HTTP. The worker answers these messages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Final, Literal
 
 import msgspec
+
+from clairai.wire.ring_messages import Refusal
 
 MAX_SHARED_BYTES: Final = 32 << 20
 
@@ -285,3 +287,22 @@ class BufferReceived(msgspec.Struct, frozen=True, tag="held", forbid_unknown_fie
 
     index: int
     extent: int
+
+
+def describe_torn(outcomes: Iterable[object], what: str, torn_code: str) -> str | None:
+    """What is wrong if only some of `what` have the new weights; None if all have, or none.
+
+    One whose refusal has `torn_code` may have a part of them.
+    """
+    every = list(outcomes)
+    loaded = [one for one in every if isinstance(one, WeightsCommitted)]
+    if len(loaded) == len(every) and len({(one.version, one.digest) for one in loaded}) == 1:
+        return None
+    refused = [one for one in every if isinstance(one, Refusal)]
+    if not loaded and all(one.code != torn_code for one in refused):
+        return None
+    reasons = " and ".join(dict.fromkeys(one.reason.partition(";")[0] for one in refused))
+    return (
+        f"{len(loaded)} of {len(every)} {what} have the new weights: {reasons or 'they differ'}; "
+        "send a whole set of weights, or restart the engine"
+    )
