@@ -114,7 +114,7 @@ def send_bank(llm: Any, directions: dict[str, Any]) -> Any:
     return send(llm, bank(names, np.stack(list(directions.values()))))
 
 
-def score(llm: Any) -> list[tuple[list[int], list[str], Any, tuple[int, ...]]]:
+def score(llm: Any, prompts: Any = PROMPTS) -> list[tuple[list[int], list[str], Any, Any]]:
     """Tokens that were forwarded, names of the probes, scores of every token, weight versions."""
     from vllm import SamplingParams
 
@@ -127,7 +127,7 @@ def score(llm: Any) -> list[tuple[list[int], list[str], Any, tuple[int, ...]]]:
         detokenize=False,
         extra_args=clairai.request(prompt_scores=True),
     )
-    given = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
+    given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     outputs = llm.generate(given, params, use_tqdm=False)
     found = []
     for output, (scores,) in zip(outputs, clairai.scores(llm, outputs), strict=True):

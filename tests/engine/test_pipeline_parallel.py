@@ -22,7 +22,7 @@ import clairai
 from clairai.engine.capture.capture_resolver import is_sampled
 from clairai.points import Point
 from clairai.vector.safetensors_format import dumps
-from tests.engine import attribution, capturing, models, steering
+from tests.engine import attribution, capturing, models, ranked, steering
 from tests.engine import server as parts
 from tests.engine.hooked import TOLERANCE, error_of, positions
 from tests.engine.process import EngineFailed, EngineProcess
@@ -156,7 +156,7 @@ def test_a_row_has_the_scores_of_all_stages_as_one_process_computes_them(
     stages: EngineProcess, model: Path
 ) -> None:
     stages.call(steering.add_probes, list(PROBES))
-    for tokens, names, scores_TP in stages.call(_score, PROMPTS):
+    for tokens, names, scores_TP, _ in stages.call(ranked.score, PROMPTS):
         states = hidden_states(str(model), tokens)
         assert len(scores_TP) == len(tokens)
         for probe in PROBES:
@@ -319,7 +319,7 @@ def test_a_change_of_the_bank_reaches_the_scores_of_every_stage(
     """Each stage has the new probe of the old name, in the same step."""
     turned = [_probe(point, 10 + seed) for seed, point in enumerate(POINTS)]
     stages.call(_replace, turned)
-    for tokens, names, scores_TP in stages.call(_score, PROMPTS[:1]):
+    for tokens, names, scores_TP, _ in stages.call(ranked.score, PROMPTS[:1]):
         states = hidden_states(str(model), tokens)
         for probe in turned:
             expected_T = states[str(probe.point)].astype(np.float64) @ probe.direction_D
@@ -371,26 +371,6 @@ def test_a_client_of_a_server_gets_the_rows_of_both_stages_as_one_capture(
         assert np.quantile(relative_error(rows_ND, truth[point]), 0.999) <= 1e-5, point
 
 
-def _score(llm: Any, prompts: Any) -> list[tuple[list[int], list[str], NDArray[np.float32]]]:
-    """Tokens that were forwarded, the names of the probes, and the scores of every token."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(
-        max_tokens=12,
-        ignore_eos=True,
-        temperature=0.0,
-        detokenize=False,
-        extra_args=clairai.request(prompt_scores=True),
-    )
-    given = [{"prompt_token_ids": list(one)} for one in prompts]
-    outputs = llm.generate(given, params, use_tqdm=False)
-    found = []
-    for output, (scores,) in zip(outputs, clairai.scores(llm, outputs), strict=True):
-        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
-        found.append((tokens, list(scores.names), np.asarray(scores.scores_NP)[: len(tokens)]))
-    return found
-
-
 def _replace(llm: Any, probes: list[clairai.Probe]) -> None:
     clairai.ProbeBank(llm).replace(*probes)
 
@@ -430,7 +410,7 @@ def _remember_rows(worker: Any) -> None:
 def _kill_first_rank(llm: Any) -> None:
     pids = llm.collective_rpc(_pid)
     os.kill(pids[0], signal.SIGKILL)
-    _score(llm, PROMPTS)
+    ranked.score(llm, PROMPTS)
 
 
 def _pid(worker: Any) -> int:
