@@ -21,6 +21,7 @@ _TABLE: Final = re.compile(r"<!-- layouts -->\n(.*?)<!-- /layouts -->\n", re.DOT
 _PARALLEL: Final = "tests/engine/test_tensor_parallel.py"
 _PIPELINE: Final = "tests/engine/test_pipeline_parallel.py"
 _WEIGHTS: Final = "tests/engine/test_weights_ranks.py"
+_FAULTS: Final = "tests/engine/test_rank_faults.py"
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,10 @@ _UNTRIED: Final = {"new weights": "not tried"}
 LAYOUTS: Final = (
     Layout(
         "tensor parallel, 2 ranks",
-        (_PARALLEL, _WEIGHTS, "-k", "(tensor-2 or test_weights_ranks) and not pp2"),
+        (
+            *(_PARALLEL, _WEIGHTS, _FAULTS),
+            *("-k", "(tensor-2 or test_weights_ranks or test_rank_faults) and not pp2"),
+        ),
     ),
     Layout("tensor parallel, 4 ranks", (_PARALLEL, "-k", "tensor-4"), _UNTRIED),
     Layout("expert parallel, 2 ranks", (_PARALLEL, "-k", "expert-2"), _UNTRIED),

@@ -19,7 +19,7 @@ from tests.engine.process import EngineFailed, EngineProcess
 from tests.engine.steering import Ask
 from tests.fidelity.steered import Change
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPTS: Final = models.random_prompts(4, (5, 20), 512)
 PLACES: Final = ("pre_attn.0", "post_attn.0", "post_block.1", "post_block.2")
@@ -89,7 +89,10 @@ def test_a_tap_that_never_runs_stops_the_engine_from_serving(
         )
 
 
-@pytest.mark.parametrize("plant", [planted.gpu_compile_mode, planted.fused_norms])
+@pytest.mark.parametrize(
+    "plant",
+    [pytest.param(planted.gpu_compile_mode, marks=pytest.mark.wide), planted.fused_norms],
+)
 def test_a_compiled_graph_steers_as_hugging_face_does_with_hooks(
     plant: Callable[[], None], model: Path, runtime: Path, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from tests.engine import models, steering
 from tests.engine.process import EngineFailed, EngineProcess
 from tests.engine.steering import Ask
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 WIDTH: Final = 64
 PROMPT: Final = tuple(range(10, 30))
@@ -78,6 +78,7 @@ def _two_ranks(runtime: Path, tmp_path: Path) -> Iterator[EngineProcess]:
         yield engine
 
 
+@pytest.mark.layouts
 def test_a_tap_that_stops_on_a_rank_whose_answer_nobody_reads_ends_the_engine(
     runtime: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from tests.engine.steering import Answer, Ask
 from tests.fidelity import scenarios
 from tests.fidelity.oracle import HuggingFace
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 WIDTH: Final = 64
 POINTS: Final = [
@@ -31,6 +31,12 @@ OTHERS: Final = ("gpt2", "qwen2", "mistral", "phi3", "gemma2", "starcoder2")
 NO_IMAGES: Final = {"limit_mm_per_prompt": {"image": 0}}  # else vLLM wants a processor's files
 CHANGES: Final[dict[str, dict[str, Any]]] = {"smolvlm": NO_IMAGES}
 PROMPTS: Final = models.random_prompts(3, (1, 7, 50), 512)
+
+
+def _wide_but_first(names: Sequence[str]) -> list[Any]:
+    """The first in `make test`, all others in `make wide`: to compile a model takes a minute."""
+    first, *others = names
+    return [first, *(pytest.param(name, marks=pytest.mark.wide) for name in others)]
 
 
 def start(folder: Path, runtime: Path, **changes: Any) -> EngineProcess:
@@ -85,7 +91,7 @@ def test_pitfall_02_a_tap_on_hidden_alone_is_caught(
     assert results[0].p999 > 1e-2
 
 
-@pytest.mark.parametrize("architecture", MATRIX)
+@pytest.mark.parametrize("architecture", _wide_but_first(MATRIX))
 def test_pitfall_05_compiled_and_eager_give_the_same_values(
     architecture: str, tiny: Callable[[str], Path], runtime: Path
 ) -> None:
@@ -156,7 +162,7 @@ def test_values_and_steering_at_the_doors_of_blocks_equal_hugging_face(
     assert {point: error for point, error in errors.items() if not error <= limit} == {}
 
 
-@pytest.mark.parametrize("architecture", DOORS)
+@pytest.mark.parametrize("architecture", _wide_but_first(DOORS))
 def test_pitfall_05_compiled_doors_give_the_same_values(
     architecture: str, tiny: Callable[[str], Path], runtime: Path
 ) -> None:
