@@ -152,7 +152,9 @@ async def clients(url: str, arguments: argparse.Namespace, until_s: float, tally
     async def one(at: int) -> None:
         rng = random.Random(at)  # noqa: S311  # a load, not a secret
         await asyncio.sleep(rng.random() * LENGTH / arguments.rate)
-        while time.monotonic() < until_s:
+        num_requests = 0
+        while num_requests < arguments.requests or time.monotonic() < until_s:
+            num_requests += 1
             draw = rng.random()
             slow_or_gone = arguments.slow + arguments.gone
             kind = "gone" if draw < arguments.gone else "slow" if draw < slow_or_gone else "whole"
@@ -247,6 +249,7 @@ def arguments_of(given: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--requests", type=int, default=0, help="of each client, at the least")
     parser.add_argument("--rate", type=float, default=4.0, help="tokens a second of each stream")
     parser.add_argument("--slow", type=float, default=0.1)
     parser.add_argument("--gone", type=float, default=0.05)
