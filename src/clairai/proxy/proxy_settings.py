@@ -94,7 +94,7 @@ class Timeouts:
     ping: float = 15.0
     run_kept: float = 60.0  # after a named run's end
     scores_kept: float = 600.0  # after an answer's end
-    run_alone: float = 10.0  # until a named run without a client is cancelled
+    run_alone: float = 30.0  # until a named run without a client is cancelled
     stalled: float = 120.0  # until a client that takes nothing is disconnected
 
 
