@@ -39,6 +39,9 @@ class Plan:
     temperature: float = 1.0
     vocabulary: int = 30000
     num_drafts: int = 0  # so many tokens behind the end of an answer may have been accepted
+    # An engine core in a process of its own does not wait for us: chance decides what happens to
+    # whom. Then more requests are sent until every kind of event was seen, so many times as many.
+    max_rounds: int = 1
 
 
 @dataclass
@@ -50,6 +53,25 @@ class Sent:
     wants_prompt_scores: bool
     output: list[int] = field(default_factory=list)
     is_aborted: bool = False
+
+
+class Events:
+    """Which kinds of events a load has had so far."""
+
+    def __init__(self) -> None:
+        self.records: list[Any] = []
+        self._is_cached = self._is_recomputed = self.is_aborted = False
+
+    def add(self, records: list[Any]) -> None:
+        self.records += records
+        for record in records:
+            rows = record.rows
+            self._is_cached |= bool((rows["phase"] == ring_messages.CACHED).any())
+            self._is_recomputed |= bool((rows["flags"] & ring_messages.RECOMPUTED).any())
+
+    @property
+    def are_all_seen(self) -> bool:
+        return self._is_cached and self._is_recomputed and self.is_aborted
 
 
 @dataclass(frozen=True)
@@ -117,52 +139,59 @@ def run(llm: Any, plan: Plan, known_VD: NDArray[np.float32] | None = None) -> Ve
 def _drive(
     llm: Any, plan: Plan, reader: RingReader
 ) -> tuple[NDArray[np.void], NDArray[np.float32], dict[int, Sent]]:
-    from vllm import SamplingParams
-
     rng = np.random.default_rng(plan.seed)
     first = new_stream_id() // 2  # no stream is used twice in an engine's life
-    last = first + plan.num_requests
+    last = first + plan.num_requests * plan.max_rounds
     engine = llm.llm_engine
     shared = rng.integers(5, plan.vocabulary, plan.max_prompt).tolist()
     sent: dict[int, Sent] = {}
     live: dict[str, Sent] = {}
-    records: list[Any] = []
-    while len(sent) < plan.num_requests or live:
-        while len(sent) < plan.num_requests and len(live) < plan.num_at_once:
+    events = Events()
+
+    def is_more_wanted() -> bool:
+        if len(sent) < plan.num_requests:
+            return True
+        return first + len(sent) < last and not events.are_all_seen
+
+    while is_more_wanted() or live:
+        while is_more_wanted() and len(live) < plan.num_at_once:
             request = _next(rng, plan, shared, first + len(sent))
             sent[request.stream] = request
             live[str(request.stream)] = request
-            engine.add_request(
-                str(request.stream),
-                {"prompt_token_ids": request.prompt},
-                SamplingParams(
-                    max_tokens=int(rng.integers(1, plan.max_new + 1)),
-                    temperature=plan.temperature,
-                    ignore_eos=True,
-                    detokenize=False,
-                    extra_args=clairai.request(
-                        stream=request.stream, prompt_scores=request.wants_prompt_scores
-                    ),
-                ),
-            )
+            prompt = {"prompt_token_ids": request.prompt}
+            engine.add_request(str(request.stream), prompt, _params(rng, plan, request))
         if live and rng.random() < plan.abort_share * plan.num_at_once / 64:
             victim = list(live)[int(rng.integers(len(live)))]
             engine.abort_request([victim])
-            live.pop(victim).is_aborted = True
+            live.pop(victim).is_aborted = events.is_aborted = True
         if not live:  # an engine core in a process of its own would have nothing to answer
             continue
         for output in engine.step():
             live[output.request_id].output = list(output.outputs[0].token_ids)
             if output.finished:
                 live.pop(output.request_id)
-        records += reader.poll()
+        events.add(reader.poll())
     finish(llm, last)
     while more := reader.poll():
-        records += more
-    rows = np.concatenate([record.rows for record in records])
-    scores_RP = np.concatenate([record.scores_RC for record in records])
+        events.add(more)
+    rows = np.concatenate([record.rows for record in events.records])
+    scores_RP = np.concatenate([record.scores_RC for record in events.records])
     ours = rows["stream"] != last
     return rows[ours], scores_RP[ours], sent
+
+
+def _params(rng: np.random.Generator, plan: Plan, request: Sent) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=int(rng.integers(1, plan.max_new + 1)),
+        temperature=plan.temperature,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args=clairai.request(
+            stream=request.stream, prompt_scores=request.wants_prompt_scores
+        ),
+    )
 
 
 def finish(llm: Any, last: int) -> None:

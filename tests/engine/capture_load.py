@@ -22,6 +22,7 @@ from clairai.engine.capture import row_selection, staging_layout
 from clairai.library.engine_control import ask_engine
 from clairai.wire import capture_messages
 from tests.engine.attribution import embeddings
+from tests.engine.capturing import DEADLINE_S
 
 POINT: Final = "pre_attn.0"
 FIRST_STREAM: Final = 1 << 40
@@ -167,7 +168,7 @@ def _settled(
     llm: Any, streams: tuple[int, ...]
 ) -> tuple[tuple[capture_messages.Captured, ...], ...]:
     asked = capture_messages.FindCaptures(streams=streams, is_ended=True)
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + DEADLINE_S
     while True:
         found = ask_engine(llm, asked, capture_messages.Captures).found
         if all(one.state not in ("open", "writing") for answers in found for one in answers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ from clairai.library.engine_control import ask_engine as ask_engine
 from clairai.wire import capture_messages
 from tests.engine import preempting
 from tests.engine.steering import adapters
+
+DEADLINE_S: Final = 300.0  # for rows to be safe on a busy machine
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,22 @@ class Found:
     stored: dict[str, Any] = field(default_factory=dict)  # tags and steering
 
 
-def capture(llm: Any, asks: list[Ask], timeout_s: float = 60.0) -> list[list[Found]]:
+def capture(llm: Any, asks: list[Ask]) -> list[list[Found]]:
     """All in one call: they share steps. One for each answer of each."""
     outputs = generate(llm, asks)
-    every = clairai.captures(llm, outputs, timeout_s=timeout_s)
+    every = clairai.captures(llm, outputs, timeout_s=DEADLINE_S)
     return [_found(output, found) for output, found in zip(outputs, every, strict=True)]
+
+
+def capture_beside_blocked(llm: Any, free: Ask, blocked: Ask) -> list[list[Found]]:
+    """Two that share steps: `free` when its rows are safe, `blocked` when it says why not."""
+    outputs = generate(llm, [free, blocked])
+    (kept,) = clairai.captures(llm, outputs[:1], timeout_s=DEADLINE_S)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while True:
+        (stopped,) = clairai.captures(llm, outputs[1:], timeout_s=0.1)
+        if any(one.reason for one in stopped) or time.monotonic() > deadline_s:
+            return [_found(outputs[0], kept), _found(outputs[1], stopped)]
 
 
 def generate(llm: Any, asks: list[Ask]) -> list[Any]:
@@ -134,7 +147,7 @@ def state(llm: Any) -> capture_messages.CaptureState:
 def states(llm: Any, stream: int) -> list[str]:
     """What has become of a stream's answers, when that is known."""
     asked = capture_messages.FindCaptures(streams=(stream,), is_ended=True)
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + DEADLINE_S
     while True:
         ((*found,),) = ask_engine(llm, asked, capture_messages.Captures).found
         if all(one.state not in ("open", "writing") for one in found):

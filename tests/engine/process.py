@@ -25,7 +25,7 @@ import pytest
 
 from clairai.launch.engine_command import is_cpu_build
 
-START_DEADLINE_S: Final = 300.0
+START_DEADLINE_S: Final = 600.0
 CALL_DEADLINE_S: Final = 600.0
 
 # Set by `make release-check`, which tries releases that clairai would refuse.

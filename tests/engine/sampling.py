@@ -138,6 +138,7 @@ def _drive(
     waiting = [Asked(way, first + at, []) for at, way in enumerate(ways)]
     last = first + len(waiting)
     asked, live, records = list(waiting), dict[str, Asked](), list[Any]()
+    num_steps = 0
     while waiting or live:
         while waiting and len(live) < AT_ONCE:
             one = waiting.pop(0)
@@ -152,7 +153,9 @@ def _drive(
                 _params(one, rng),
                 lora_request=adapter and lora_request(adapter),
             )
-        if live and rng.random() < 0.02:
+        num_steps += 1
+        # One at least: how many steps there are depends on when grammars are compiled.
+        if live and (num_steps == 20 or rng.random() < 0.02):
             victim = [*live][int(rng.integers(len(live)))]
             engine.abort_request([victim])
             live.pop(victim).is_aborted = True

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import secrets
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -25,7 +27,9 @@ MODEL: Final = "SmolLM2-135M-Instruct"
 NAMED: Final = ("--served-model-name", MODEL)
 KEY: Final = "a-key-for-tests"
 WIDTH: Final = 576
-DEADLINE_S: Final = 60.0
+MAX_LEN: Final = 8192
+ENDLESS: Final = 8000  # tokens of an answer that goes on until its client hangs up
+DEADLINE_S: Final = 300.0
 
 CPU: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -41,9 +45,12 @@ def probe(name: str, *, layer: int = 3, seed: int = 0) -> Probe:
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """Not one that the kernel gives to whoever asks for any: a server needs long to take it."""
+    while True:
+        port = secrets.choice(range(20_000, 32_768))
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 def launch(model: Path, runtime: Path, probes: Path) -> EngineCommand:
@@ -59,7 +66,7 @@ def launch(model: Path, runtime: Path, probes: Path) -> EngineCommand:
             runtime_dir=str(runtime),
         ),
         ListenAddress(port=free_port(), api_key=KEY),
-        (*NAMED, "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"),
+        (*NAMED, "--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_LEN)),
         CPU,
     )
 
@@ -87,8 +94,27 @@ def captured(sdk: OpenAI, positions: Any, **more: Any) -> Any:
 
 
 def rows_of(url: str, handle: dict[str, Any], **headers: str) -> httpx.Response:
+    return _get(f"{url}/v1/captures/{handle['id']}", **headers)
+
+
+def settled(url: str, handle: dict[str, Any]) -> dict[str, Any]:
+    """What became of a capture; on a busy machine its rows are safe only after the response."""
+    assert handle["state"] in ("writing", "kept"), handle
+    found: dict[str, Any] = {}
+
+    def is_settled() -> bool:
+        listed = _get(f"{url}/v1/captures").json()["data"]
+        (one,) = [one for one in listed if one["id"] == handle["id"]]
+        found.update(one)
+        return one["state"] not in ("open", "writing")
+
+    until(is_settled, DEADLINE_S)
+    return found
+
+
+def _get(url: str, **headers: str) -> httpx.Response:
     sent = {"Authorization": f"Bearer {KEY}", **headers}
-    return httpx.get(f"{url}/v1/captures/{handle['id']}", headers=sent)
+    return httpx.get(url, headers=sent, timeout=DEADLINE_S, trust_env=False)
 
 
 class Sidecar:

@@ -110,7 +110,7 @@ def serving(
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(60)
+            process.wait(parts.DEADLINE_S)
         finally:
             process.kill()
             process.wait()

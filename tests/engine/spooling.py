@@ -29,6 +29,7 @@ POINTS = ("pre_attn.0", "post_attn.1", "post_block.3")
 PART = 8  # requests whose rows fit a ring of 1 MiB
 MAX_RECORDS = 4  # of a step
 QUIET_S = 0.3  # longer than a step
+DEADLINE_S = 300.0
 
 
 class Comparison(NamedTuple):
@@ -63,7 +64,7 @@ class RingFollower:
 
     def catch_up(self) -> None:
         """Nobody waits for this reader: it has to have read before the ring is filled again."""
-        until(lambda: self._reader.statistics().lag == 0)
+        until(lambda: self._reader.statistics().lag == 0, DEADLINE_S)
 
     def finish(self) -> float:
         """How often the ring was filled; raises if a record was lost."""
@@ -121,7 +122,7 @@ def starve(llm: Any, num_requests: int, **asked: Any) -> tuple[int, int, int]:
 
         def wake() -> int:
             try:
-                until(lambda: reader.statistics().lag >= slots - MAX_RECORDS)
+                until(lambda: reader.statistics().lag >= slots - MAX_RECORDS, DEADLINE_S)
                 while reader.wait(QUIET_S):  # until the engine publishes nothing more
                     reader.poll(1)
                 counted = reader.statistics()

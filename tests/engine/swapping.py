@@ -31,7 +31,7 @@ from tests.engine import server as parts
 from tests.engine import weighed
 from tests.support.ring_engine import until
 
-DEADLINE_S: Final = 120.0
+DEADLINE_S: Final = 300.0
 
 
 class Running(NamedTuple):

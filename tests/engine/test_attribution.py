@@ -9,7 +9,7 @@ import pytest
 from tests.engine import attribution, mutants
 from tests.engine.process import EngineProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 FULL = attribution.Plan(num_requests=300, num_at_once=32, max_prompt=100, max_new=24, seed=1)
 SHORT = attribution.Plan(num_requests=24, num_at_once=12, max_prompt=60, max_new=8, seed=2)

@@ -8,7 +8,7 @@ import pytest
 from tests.engine import asks
 from tests.engine.process import EngineProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 def test_probes_are_added_replaced_and_removed_without_a_restart(engine: EngineProcess) -> None:

@@ -17,7 +17,7 @@ from tests.engine.process import EngineProcess
 from tests.fidelity.oracle import relative_error
 from tests.fidelity.steered import Change, streams
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 N: Final = 100  # more than a step: prefilled in chunks
 NUM_NEW: Final = 12
@@ -175,11 +175,9 @@ def test_rows_go_to_their_consumers_and_a_full_disk_does_not_stop_generation(
 ) -> None:
     is_full = full_disk.no_room(capture_folder.with_name("full"))
     is_full.touch()
-    asked = [
-        Ask(prompt(95, 20), {"to": ["npz"]}),
-        Ask(prompt(96, 20), {"to": ["full"]}, fields={"stream": 96}),
-    ]
-    (kept,), (stopped,) = engine.call(capturing.capture, asked, 2.0)
+    free = Ask(prompt(95, 20), {"to": ["npz"]})
+    blocked = Ask(prompt(96, 20), {"to": ["full"]}, fields={"stream": 96})
+    (kept,), (stopped,) = engine.call(capturing.capture_beside_blocked, free, blocked)
     assert (kept.state, len(kept.positions)) == ("kept", 20 + NUM_NEW - 1)
     assert len(stopped.token_ids) == NUM_NEW
     assert stopped.state == "writing"

@@ -14,7 +14,7 @@ from clairai.store.codecs.registry import named
 from clairai.store.read import open as open_store
 from tests.engine.process import EngineProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 NUM_LAYERS = 4
 K = 256

@@ -11,7 +11,7 @@ from tests.engine import capture_load
 from tests.engine.capture_load import Plan
 from tests.engine.process import EngineProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 @pytest.mark.matrix

@@ -16,7 +16,7 @@ from tests.engine import capturing
 from tests.engine.capturing import Ask
 from tests.engine.process import EngineProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 MARKED: Final = 4242  # the token that the probe looks for
 SHARE: Final = 0.5

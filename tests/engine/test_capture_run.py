@@ -24,25 +24,38 @@ from scripts.demo_documents import NUM_FOLDS, texts
 from tests.engine.process import ENVIRONMENT
 from tests.support.ring_engine import until
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 NUM_PROMPTS = 60
-START_S = 150.0
+END_S = 120.0  # for a writer whose engine is gone
+# A kill from outside could come when all is done.
+KILLED = """
+import os, signal
+from clairai.batch import capture_engine
+from clairai.cli import main
+
+captures, batches = capture_engine.captures, []
+
+def captures_or_die(*given, **named):
+    batches.append(given)
+    if len(batches) == 4:  # its rows are on their way
+        os.kill(os.getpid(), signal.SIGKILL)
+    return captures(*given, **named)
+
+capture_engine.captures = captures_or_die
+main()
+"""
 MAX_LEN = 60
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "probe_from_captures.ipynb"
 
 
-def _command(model: Path, prompts: Path, folder: Path) -> list[str]:
+def _command(model: Path, prompts: Path, folder: Path, *program: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "clairai.cli", "capture", "run", str(model)),
+        *(sys.executable, *(program or ("-m", "clairai.cli")), "capture", "run", str(model)),
         *("--prompts", str(prompts), "--to", str(folder), "--points", "post_block.*"),
         *("--max-tokens", "4", "--batch-mib", "1", "--positions", '[{"from": 5}]'),
         *("--engine", '{"dtype": "float32", "enforce_eager": true, "max_model_len": 128}'),
     ]
-
-
-def _commits(folder: Path) -> int:
-    return len(open_store(folder).commits) if (folder / "manifest").exists() else 0
 
 
 def _is_free(folder: Path) -> bool:
@@ -72,15 +85,16 @@ def test_a_run_that_is_killed_goes_on_and_ends_with_every_prompt_once(
     given = _prompts(cut_model)
     lines = [{"prompt_token_ids": ids, "tags": {"label": label}} for ids, label in given]
     prompts.write_text("\n".join(map(json.dumps, lines)))
-    command = _command(cut_model, prompts, folder)
     environment = os.environ | ENVIRONMENT
-    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as first:
-        until(lambda: _commits(folder) >= 3 or first.poll() is not None, timeout_s=START_S)
-        first.send_signal(signal.SIGKILL)
-    until(lambda: _is_free(folder))  # what was on its way to a commit gets there
+    doomed, log = _command(cut_model, prompts, folder, "-c", KILLED), tmp_path / "killed.log"
+    with log.open("wb") as said:  # a pipe would have its end when the writer has ended
+        killed = subprocess.run(doomed, env=environment, stderr=said, check=False)
+    assert killed.returncode == -signal.SIGKILL, log.read_text()[-4000:]
+    until(lambda: _is_free(folder), END_S)  # what was on its way to a commit gets there
     done = Counter(one.tags["prompt"]["line"] for one in open_store(folder).requests())
     assert 0 < len(done) < NUM_PROMPTS
 
+    command = _command(cut_model, prompts, folder)
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-4000:]
     assert f"{NUM_PROMPTS - len(done)} prompts done, {len(done)} were done before" in ran.stdout

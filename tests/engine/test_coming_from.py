@@ -32,7 +32,7 @@ from tests.engine.server import CPU, free_port
 from tests.fidelity.oracle import hidden_states, relative_error
 from tests.support.ring_engine import until
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PAGE: Final = (ROOT / "docs" / "coming-from.md").read_text()
@@ -40,7 +40,8 @@ WIDTH: Final = 64
 NUM_LAYERS: Final = 28
 LLAMA: Final = "meta-llama/Meta-Llama-3.1-8B-Instruct"
 FOLDERS: Final = (LLAMA, "Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-7B-Instruct")
-READY_S: Final = 240.0
+READY_S: Final = 600.0
+END_S: Final = 300.0
 
 _BLOCK: Final = re.compile(r"^## ([^\n]+)$|^```(python|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -273,13 +274,13 @@ class Terminal:
         return self._process.poll() is None
 
     def wait(self) -> int:
-        return self._process.wait(timeout=60)
+        return self._process.wait(timeout=END_S)
 
     def close(self) -> None:
         if self.is_running():
             os.killpg(self._process.pid, signal.SIGINT)
         try:
-            self._process.wait(timeout=60)
+            self._process.wait(timeout=END_S)
         finally:
             if self.is_running():
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -308,7 +309,7 @@ def test_the_three_terminals_of_the_first_clairai(workspace: Path, tmp_path: Pat
         assert "at post_block.19: 2 probes" in line
         assert f"readers attach in {runtime}" in line
         door = start(proxy)
-        until(lambda: _answers(f"http://127.0.0.1:{ports['6969']}/health/ready", door), 60)
+        until(lambda: _answers(f"http://127.0.0.1:{ports['6969']}/health/ready", door), READY_S)
         client = start(ask)
         assert client.wait() == 0
         chunks = [json.loads(line[6:]) for line in client.said().splitlines() if "{" in line]
@@ -321,7 +322,7 @@ def test_the_three_terminals_of_the_first_clairai(workspace: Path, tmp_path: Pat
         assert {name for part in scored for name in part["names"]} == {"calm", "french"}
         assert sum(len(part["scores"]) for part in scored) == 8
         assert not any("lost" in part for part in scored)
-        until(lambda: '"scores"' in rows.said(), 30)
+        until(lambda: '"scores"' in rows.said(), END_S)
     finally:
         for terminal in reversed(opened):
             terminal.close()

@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.process import ENVIRONMENT
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
@@ -26,7 +26,7 @@ def test_the_offline_example_finds_code_in_the_answer_that_has_it(runtime: Path)
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
+        timeout=800,
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
     code = [float(mean) for mean in re.findall(r"code +mean over the answer ([\d.]+)", ran.stdout)]

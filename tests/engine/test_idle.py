@@ -12,7 +12,7 @@ import clairai
 from tests.engine import models, watching
 from tests.engine.process import EngineProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPTS: Final = models.random_prompts(9, (3, 17, 40, 64, 5, 90), 40_000)
 

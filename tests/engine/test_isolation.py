@@ -15,7 +15,7 @@ from tests.engine.hooked import WIDTH
 from tests.engine.process import EngineFailed, EngineProcess
 from tests.engine.steering import Answer, Ask
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 LONG: Final = tuple(range(3000, 3100))  # more than a step: it fails before it could sample
 SHORT: Final = tuple(range(4000, 4040))

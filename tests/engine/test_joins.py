@@ -7,7 +7,7 @@ import pytest
 from tests.engine import joining, models, watching
 from tests.engine.process import EngineProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 NUM_LAYERS = 4
 PROMPTS = models.random_prompts(3, (5, 17), 40_000)

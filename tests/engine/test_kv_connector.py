@@ -24,7 +24,7 @@ from tests.engine.steering import Ask
 from tests.fidelity.oracle import hidden_states, relative_error
 from tests.fidelity.steered import Change, Floats
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 WIDTH: Final = 64
 BLOCK: Final = 32

@@ -22,7 +22,7 @@ from tests.engine.steering import Answer, Ask
 from tests.fidelity.oracle import HuggingFace, relative_error
 from tests.fidelity.steered import Change
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 BLOCK: Final = 32
 PROMPT: Final = tuple(range(3000, 3080))

@@ -13,7 +13,7 @@ import clairai
 from tests.engine import asks, spooling
 from tests.engine.process import EngineProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 NUM_REQUESTS, NUM_TOKENS = 300, 6
 
 

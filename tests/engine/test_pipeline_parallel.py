@@ -44,6 +44,7 @@ PLAN: Final = attribution.Plan(
     abort_share=0.5,
     shared_share=0.8,
     vocabulary=512,
+    max_rounds=20,
 )
 PROMPTS: Final = (tuple(range(100, 150)), tuple(range(300, 320)), (7,))
 WIDTH: Final = 64
@@ -358,7 +359,7 @@ def test_a_client_of_a_server_gets_the_rows_of_both_stages_as_one_capture(
         served.client() as client,
     ):
         answer = client.post("/v1/completions", json=body).json()
-        told = answer["clairai"]["capture"]
+        told = parts.settled(served.url, answer["clairai"]["capture"])
         assert (told["state"], told["lost"]) == ("kept", 0)
         file = load(client.get(f"/v1/captures/{told['id']}").content)
         listed = client.get("/v1/captures").json()["data"]

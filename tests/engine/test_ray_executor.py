@@ -23,7 +23,7 @@ from tests.engine.test_rank_faults import hide_a_tap_on_rank_1
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.ray,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: `make ray` has it"),
 ]
 

@@ -10,7 +10,7 @@ from clairai.wire import ring_messages
 from tests.engine import asks
 from tests.engine.process import EngineFailed, EngineProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 def test_scores_are_aligned_to_token_ids_and_the_last_sampled_token_has_none(

@@ -8,7 +8,7 @@ import pytest
 from tests.engine import asks, sampling, steering
 from tests.engine.process import EngineFailed, EngineProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 ROUNDS = 2
 

@@ -31,7 +31,7 @@ from tests.fidelity import tiny_media, tiny_models
 from tests.fidelity.verify_model import Truth, truth_process
 from tests.web.server import running_server
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 ARCHITECTURE: Final = "Idefics3ForConditionalGeneration"
 MODEL: Final = "tiny-images"
@@ -126,6 +126,10 @@ def ask(sdk: openai.OpenAI, messages: list[Any], **body: Any) -> Any:
     )
 
 
+def get(served: Served, path: str) -> httpx.Response:
+    return httpx.get(f"{served.url}{path}", timeout=parts.DEADLINE_S, trust_env=False)
+
+
 def spans_of(token_ids: list[int], placeholder: int) -> list[dict[str, Any]]:
     """Where the placeholders lie, as the proxy tells it."""
     found: list[dict[str, Any]] = []
@@ -165,7 +169,7 @@ def test_the_proxy_tells_where_the_images_of_a_prompt_are(served: Served) -> Non
     assert "lost" not in prompt
     assert all(isinstance(row[0], float) for row in prompt["scores"])
     assert len(choice.probe_scores["scores"]) == len(choice.token_ids)
-    kept = httpx.get(f"{served.url}/v1/scores/{answer.id}", trust_env=False).json()
+    kept = get(served, f"/v1/scores/{answer.id}").json()
     assert kept["choices"][0]["prompt_scores"]["media"] == wanted
 
 
@@ -226,8 +230,8 @@ def test_a_message_after_an_image_is_captured_where_it_lies(served: Served) -> N
     ]
     wish = {"points": ["post_block.2"], "positions": [{"message": 0}, {"message": 2}]}
     answer = ask(served.proxy, messages, clairai={"capture": wish})
-    handle = answer.clairai["capture"]
-    found = load(httpx.get(f"{served.url}/v1/captures/{handle['id']}", trust_env=False).content)
+    handle = parts.settled(served.url, answer.clairai["capture"])
+    found = load(get(served, f"/v1/captures/{handle['id']}").content)
     prompt = answer.prompt_token_ids
     last = prompt.index(60)
     positions = found["position"].tolist()

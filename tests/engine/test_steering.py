@@ -23,7 +23,7 @@ from tests.engine.process import EngineFailed, EngineProcess
 from tests.engine.steering import Answer, Ask
 from tests.fidelity.steered import Change
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 # What each means is in the Change beside it; Hugging Face is steered by that one.
 CASES: Final[dict[str, tuple[list[dict[str, Any]], list[Change]]]] = {

@@ -18,7 +18,7 @@ from tests.engine.steering import Ask
 from tests.fidelity.oracle import hidden_states
 from tests.fidelity.steered import Change
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 NUM_NEW: Final = 40
 WATCHED_D: Final = noise(41, 1.0)

@@ -21,7 +21,7 @@ from tests.engine import steering
 from tests.engine.process import EngineProcess
 from tests.engine.steering import Answer, Ask
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 WIDTH: Final = 576
 PROMPT: Final = tuple(range(5000, 5100))

@@ -19,7 +19,7 @@ from tests.engine.steering import Ask
 from tests.fidelity.oracle import hidden_states
 from tests.fidelity.steered import Change, Floats, Gated
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 GATE: Final = Gated("pre_attn.0", noise(11, 1.0), threshold=0.0)
 GATES: Final[dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {

@@ -14,7 +14,7 @@ from tests.engine import asks, steering
 from tests.engine.process import EngineFailed, EngineProcess
 from tests.engine.steering import Answer, Ask
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 WIDTH: Final = 576
 NUM_NEW: Final = 40

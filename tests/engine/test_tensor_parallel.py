@@ -44,7 +44,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 WIDTH: Final = 64
 PROMPT: Final = tuple(range(10, 60))  # more than a step
 OTHER: Final = tuple(range(100, 140))
-LOAD: Final = attribution.Plan(num_requests=40, num_at_once=8, max_prompt=70, max_new=30, seed=3)
+NUM_STEPS: Final = 8  # until a rank is killed: the prompt takes two
+LOAD: Final = attribution.Plan(
+    num_requests=40, num_at_once=8, max_prompt=70, max_new=30, seed=3, max_rounds=20
+)
 
 
 def _row(seed: int) -> Floats:
@@ -292,7 +295,7 @@ def test_a_rank_that_is_killed_ends_the_engine_and_leaves_no_wrong_row(
     assert error == "EngineDeadError"
     # A row for each forwarded token at most, of this request, with the token that was there.
     assert [position for position, _ in rows] == [*range(len(rows))]
-    assert len(rows) >= len(PROMPT)
+    assert len(PROMPT) <= len(rows) < len(PROMPT) + NUM_STEPS
     known = [(position, token) for position, token in rows if position < len(tokens)]
     assert known == [(position, tokens[position]) for position, _ in known]
 
@@ -303,6 +306,7 @@ def _kill_while_it_runs(llm: Any, victim: int) -> tuple[str, list[int], list[tup
 
     engine, stream = llm.llm_engine, new_stream_id()
     described = ask_engine(llm, control_messages.Describe(), control_messages.Description)
+    llm.collective_rpc(_plant_death, args=(victim,))
     tokens = list(PROMPT)
     with RingReader.attach(Path(described.socket), start="newest") as reader:
         params = SamplingParams(
@@ -312,21 +316,37 @@ def _kill_while_it_runs(llm: Any, victim: int) -> tuple[str, list[int], list[tup
             extra_args=clairai.request(stream=stream, prompt_scores=True),
         )
         engine.add_request("cut off", {"prompt_token_ids": tokens.copy()}, params)
-        said = _step_and_kill(engine, tokens, victim)
+        said = _step_to_the_end(engine, tokens)
         rows = np.concatenate([record.rows for record in reader.poll()])
     ours = rows[(rows["stream"] == stream) & (rows["span"] == 1)]
     return said, tokens, [(int(row["position"]), int(row["token_id"])) for row in ours]
 
 
-def _step_and_kill(engine: Any, tokens: list[int], victim: int) -> str:
-    """Step until it ends; after a few tokens `victim` is killed. `tokens` grows on the way."""
+def _plant_death(worker: Any, victim: int) -> None:
+    """Let the victim be killed when it begins a step of an answer that has many more.
+
+    From outside nobody would know in which step: the ranks do not wait for the LLM's process.
+    """
+    if os.getpid() != victim:
+        return
+    runner, steps = worker.model_runner, list[int]()
+    execute = runner.execute_model
+
+    def execute_or_die(*args: Any, **kwargs: Any) -> Any:
+        steps.append(1)
+        if len(steps) == NUM_STEPS:
+            os.kill(victim, signal.SIGKILL)
+        return execute(*args, **kwargs)
+
+    runner.execute_model = execute_or_die
+
+
+def _step_to_the_end(engine: Any, tokens: list[int]) -> str:
+    """The error that ends the request, if one does; `tokens` grows on the way."""
     try:
         while engine.has_unfinished_requests():
             for output in engine.step():
                 tokens[len(PROMPT) :] = output.outputs[0].token_ids
-            if victim and len(tokens) > len(PROMPT) + 3:
-                os.kill(victim, signal.SIGKILL)
-                victim = 0
     except Exception as error:
         return type(error).__name__
     return "finished"

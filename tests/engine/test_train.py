@@ -18,7 +18,7 @@ from scripts.demo_examples import FOLDER, Shown, examples, measure
 from tests.engine import models
 from tests.engine.process import ENVIRONMENT, EngineProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 def _labelled_lines() -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ from tests.engine.swapping import (
 from tests.http.world import proxy_of
 from tests.support.ring_engine import until
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 STREAMS = 8
 # Blocks of a CPU engine hold 128 tokens: this prompt fills some.
@@ -113,11 +113,12 @@ def test_the_server_says_which_weights_serve(running: Running) -> None:
     state = ServerClient(running.url, parts.KEY).weights()
     assert (state["version"], state["label"], state["is_torn"]) == (2, "step-2", False)
     assert state["device"] == "cpu"
-    answer = httpx.get(f"{running.url}/v1/models", headers={"Authorization": f"Bearer {parts.KEY}"})
+    url, key = f"{running.url}/v1/models", {"Authorization": f"Bearer {parts.KEY}"}
+    answer = httpx.get(url, headers=key, timeout=DEADLINE_S)
     (card,) = answer.json()["data"]
     about = {name: state[name] for name in ("version", "label", "digest")}
     assert (card["id"], card["clairai"]) == (parts.MODEL, {"weights": about})
-    assert httpx.get(f"{running.url}/v1/models").status_code == 401
+    assert httpx.get(url, timeout=DEADLINE_S).status_code == 401
 
 
 def test_a_prompt_that_was_cached_with_old_weights_is_forwarded_with_the_new(
@@ -183,7 +184,7 @@ def _captured(running: Running, sdk: openai.OpenAI) -> str:
     answer = parts.captured(sdk, "generated")
     told = answer.clairai
     assert told["weights"] == running.version
-    assert told["capture"]["state"] == "kept"
+    assert parts.settled(running.url, told["capture"])["state"] == "kept"
     return kept_weights(running.captures, told["capture"])
 
 

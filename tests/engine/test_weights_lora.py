@@ -15,7 +15,7 @@ import clairai
 from tests.engine import adapters, models, ranked, weighed
 from tests.engine.process import EngineProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 class Adapted(NamedTuple):

@@ -31,7 +31,7 @@ from tests.engine.process import ChildProcess, EngineFailed, EngineProcess, choo
 from tests.engine.steering import Ask
 from tests.fidelity.oracle import hidden_states
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 ONE_LAYER: Final = ".layers.1."
 WIDTH: Final = 64
@@ -405,7 +405,7 @@ class Served(NamedTuple):
 
     def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         key = {"Authorization": f"Bearer {parts.KEY}"}
-        answer = httpx.post(f"{self.url}{path}", json=body, headers=key, timeout=120)
+        answer = httpx.post(f"{self.url}{path}", json=body, headers=key, timeout=parts.DEADLINE_S)
         answer.raise_for_status()
         return answer
 

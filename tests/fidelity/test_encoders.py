@@ -12,7 +12,7 @@ from clairai.store.codecs.registry import named
 from tests.fidelity.oracle import hidden_states
 
 # Hugging Face and the model are loaded here, beside whatever else runs.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 POINTS = [f"post_block.{layer}" for layer in (0, 1, 8, 15, 22, 28, 29)]
 
 Rows = NDArray[np.float32]

@@ -19,7 +19,7 @@ from tests.fidelity.scenarios import Tapped
 from tests.fidelity.tiny_media import MediaPrompt
 from tests.fidelity.verify_model import Truth, truth_process
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 ARCHITECTURE: Final = "Idefics3ForConditionalGeneration"  # text tokens between the tiles of images
 RECIPE: Final = tiny_media.RECIPES[ARCHITECTURE]

@@ -12,6 +12,9 @@ import torch
 
 from tests.fidelity.oracle import HuggingFace, StreamHooks
 
+# Hugging Face is loaded here, beside whatever else runs.
+pytestmark = pytest.mark.timeout(900)
+
 # Children of a decoder layer that are given the residual stream between attention and MLP.
 MIDDLES: Final = {
     "llama": "post_attention_layernorm",

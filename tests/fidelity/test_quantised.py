@@ -20,7 +20,7 @@ from tests.fidelity import dtype_floor
 from tests.fidelity.dtype_floor import Distance, Observed, Truth, Wanted
 from tests.fidelity.test_architectures import POINTS, PROMPTS, WIDTH, start
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 WANTED: Final = Wanted(PROMPTS, POINTS, WIDTH, ("pre_attn.1", "post_attn.2", "post_block.3"))
 Make = Callable[[str], Quantised]

@@ -13,7 +13,7 @@ from tests.engine import models
 from tests.engine.process import EngineProcess
 from tests.fidelity.scenarios import judge, tap_everything
 
-pytestmark = [pytest.mark.engine, pytest.mark.matrix, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.matrix, pytest.mark.timeout(900)]
 
 WIDTH: Final = 576
 LAYERS: Final = (0, 9, 19, 29)

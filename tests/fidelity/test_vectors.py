@@ -18,7 +18,7 @@ from clairai.vector.files import load
 from scripts.make_demo_vectors import FOLDER, KINDS, PAIRS, Kind
 from tests.engine import models
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 NUM_UNSETTLED = 4  # the first tokens of an answer do not count
 

@@ -11,7 +11,7 @@ from tests.fidelity import scenarios, tiny_models
 from tests.fidelity.run_models import describe_points
 from tests.fidelity.verify_model import WRONG, verify
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.engine
