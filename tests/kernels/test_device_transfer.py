@@ -31,7 +31,7 @@ from clairai.weights.socket_client import BufferClient
 from clairai.weights.torch_buffers import ReceivedDeviceBuffer
 from clairai.wire.weights_messages import BufferFilled, BufferOffer
 from tests.support.cuda import UUIDS, CUresult, ToyDriver, install
-from tests.support.ring_engine import until
+from tests.support.ring_engine import DEADLINE_S, until
 from tests.support.weights import ToyLlm, ToyRanks, plan, weights
 
 GPU = torch.device("cpu:0")  # not equal to the host's device, which has no index
@@ -242,7 +242,7 @@ def test_a_buffer_is_opened_before_it_is_full_and_read_after(
 
     def shown(self: BufferClient, offer: Any) -> None:
         offer_early(self, offer)
-        until(lambda: order.count("accept_offer") == offer.index + 1, 10.0)
+        until(lambda: order.count("accept_offer") == offer.index + 1)
 
     monkeypatch.setattr(BufferClient, "offer_early", shown)
     sender(llm, tmp_path).send(weights(1))
@@ -282,7 +282,7 @@ def test_a_buffer_that_was_offered_and_not_filled_does_not_count(
 ) -> None:
     with begun(llm, tmp_path) as (made, _):
         tracker = llm.updater.receiver._tracker
-        until(lambda: len(tracker.peek(made.transfer).buffers) == 1, 10.0)
+        until(lambda: len(tracker.peek(made.transfer).buffers) == 1)
         summed = (msgspec.structs.replace(each, checksum="0" * 16) for each in made.tensors)
         refusal = llm.committed(msgspec.structs.replace(made, tensors=tuple(summed)))
         assert "0 of 4 buffers have come" in refusal.reason
@@ -298,21 +298,21 @@ def test_a_new_plan_waits_until_the_old_one_is_no_longer_read(
 
     def slow(self: ReceivedDeviceBuffer, wanted: Any) -> list[str]:
         is_reading.set()
-        assert may_go_on.wait(10.0)
+        assert may_go_on.wait(DEADLINE_S)
         assert driver.opened, "it is open while it is read"
         return original(self, wanted)
 
     monkeypatch.setattr(ReceivedDeviceBuffer, "checksums", slow)
     with begun(llm, tmp_path) as (made, client), ThreadPoolExecutor(2) as threads:
         read = threads.submit(client.finish, BufferFilled(made.transfer, 0), made.buffers[0])
-        assert is_reading.wait(10.0)
+        assert is_reading.wait(DEADLINE_S)
         replaced = threads.submit(llm.updater.receiver._tracker.drop)
-        until(lambda: llm.updater.receiver._tracker._expected is None, 10.0)
+        until(lambda: llm.updater.receiver._tracker._expected is None)
         assert not replaced.done()
         may_go_on.set()
         with pytest.raises(WeightsError, match="another plan has come"):
-            read.result(10.0)
-        replaced.result(10.0)
+            read.result(DEADLINE_S)
+        replaced.result(DEADLINE_S)
 
 
 def test_the_engine_answers_before_it_closes_what_it_read(

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-START_DEADLINE_S: Final = 240.0
+START_DEADLINE_S: Final = 900.0
 STOP_DEADLINE_S: Final = 60.0
 POLL_S: Final = 0.25
 ENVIRONMENT: Final = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -60,7 +60,7 @@ def interrupt(process: subprocess.Popen[Any], deadline_s: float) -> None:
 def health(url: str) -> int:
     """The HTTP status of /health; 0 while nothing listens."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:  # noqa: S310
+        with urllib.request.urlopen(f"{url}/health", timeout=30) as answer:  # noqa: S310
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code

@@ -8,7 +8,7 @@ from scripts.web import WEB
 from tests.web.conftest import JourneyResults
 
 # the first test starts the engine and runs all journeys
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 FILES = sorted(path.name for path in (WEB / "journeys").glob("*.test.ts"))
 

@@ -13,7 +13,7 @@ describe("asking", () => {
     const example = page.locator(".example", { has: page.locator(".example-probe", { hasText: /^code$/ }) });
     await example.first().click();
     await page.locator(".answer .t.over").first().waitFor();
-    expect(await page.getByLabel("Coloured by").inputValue()).toBe("code");
+    await expect.poll(() => page.getByLabel("Coloured by").inputValue()).toBe("code");
     await answered(page);
     const colours = new Set(
       await page
@@ -97,11 +97,9 @@ describe("asking", () => {
     await page.locator(".question", { hasText: "Name an animal." }).waitFor();
     await answered(page);
     await page.getByRole("tab", { name: "History" }).click();
-    expect(await page.locator(".entry-text").allTextContents()).toEqual([
-      "Name an animal.",
-      "Name a colour.",
-      "Name a colour.",
-    ]);
+    await expect
+      .poll(() => page.locator(".entry-text").allTextContents())
+      .toEqual(["Name an animal.", "Name a colour.", "Name a colour."]);
   });
 
   it("continues a conversation with its system prompt and its earlier turns", async () => {

@@ -33,23 +33,23 @@ async function coloured(page: Page, canvas: string): Promise<number> {
 describe("looking at a run", () => {
   it("draws lines and matrix, and marks the hovered token in all views", async () => {
     const page = await withAnswer();
-    expect(await coloured(page, ".lines canvas")).toBeGreaterThan(5);
-    expect(await coloured(page, ".cells canvas")).toBeGreaterThan(20);
+    await expect.poll(() => coloured(page, ".lines canvas")).toBeGreaterThan(5);
+    await expect.poll(() => coloured(page, ".cells canvas")).toBeGreaterThan(20);
     await page.locator(".answer .t").nth(5).hover();
     await page.locator(".tip").waitFor();
     expect(await page.locator(".tip .score-rows li").count()).toBe(await page.locator(".probe").count());
     expect(await page.locator(".tip .faint").first().textContent()).toMatch(/^answer 5, id \d+$/);
     const cursor = page.locator(".cells-cursor");
+    await expect.poll(() => cursor.boundingBox()).not.toBeNull();
     const before = await cursor.boundingBox();
-    expect(before).not.toBeNull();
     const matrix = (await page.locator(".cells canvas").boundingBox()) ?? { x: 0, y: 0, width: 0, height: 0 };
     await page.mouse.move(matrix.x + matrix.width - 20, matrix.y + 8);
     await expect.poll(async () => (await cursor.boundingBox())?.x).not.toBe(before?.x);
-    expect(await hovered(page).count()).toBe(1);
+    await expect.poll(() => hovered(page).count()).toBe(1);
     const lines = (await page.locator(".lines .u-over").boundingBox()) ?? { x: 0, y: 0, width: 0, height: 0 };
     await page.mouse.move(lines.x + lines.width * 0.9, lines.y + 30);
     await page.locator(".tip").waitFor();
-    expect(await hovered(page).count()).toBe(1);
+    await expect.poll(() => hovered(page).count()).toBe(1);
     await page.mouse.move(5, 400);
     await expect.poll(() => page.locator(".tip").count()).toBe(0);
   });
@@ -58,7 +58,7 @@ describe("looking at a run", () => {
     const page = await withAnswer();
     await page.locator(".answer .t").nth(3).click();
     await page.mouse.move(5, 400);
-    expect(await pinned(page).count()).toBe(1);
+    await expect.poll(() => pinned(page).count()).toBe(1);
     await expect.poll(() => page.url()).toContain("at=a3");
     await page.keyboard.press("ArrowRight");
     await expect.poll(() => page.url()).toContain("at=a4");
@@ -66,8 +66,8 @@ describe("looking at a run", () => {
     await expect.poll(() => page.url()).toContain("at=a14");
     await page.keyboard.press("Home");
     await expect.poll(() => page.url()).toContain("at=p0");
-    expect(await pinned(page).textContent()).toBe("<|im_start|>");
-    expect(await page.getByRole("button", { name: "Only my words" }).count()).toBe(1);
+    await expect.poll(() => pinned(page).textContent()).toBe("<|im_start|>");
+    await expect.poll(() => page.getByRole("button", { name: "Only my words" }).count()).toBe(1);
     await page.keyboard.press("End");
     await page.locator(".tip-why", { hasText: "The last token is never read by the model" }).waitFor();
     await page.keyboard.press("Escape");
@@ -82,8 +82,8 @@ describe("looking at a run", () => {
     const probe = (await entry.locator(".log-probe").textContent()) ?? "";
     await entry.locator("button").click();
     await pinned(page).first().waitFor();
-    expect(await page.getByLabel("Coloured by").inputValue()).toBe(probe);
-    expect(await pinned(page).getAttribute("class")).toContain("over");
+    await expect.poll(() => page.getByLabel("Coloured by").inputValue()).toBe(probe);
+    await expect.poll(() => pinned(page).getAttribute("class")).toContain("over");
   });
 
   it("chooses probes by search, by key and from the tooltip, and changes the colours", async () => {
@@ -94,6 +94,7 @@ describe("looking at a run", () => {
     await page.keyboard.type("fren");
     await expect.poll(() => page.locator(".probe").count()).toBe(1);
     await page.getByRole("radio", { name: /french/ }).check();
+    await expect.poll(() => page.getByLabel("Coloured by").inputValue()).toBe("french");
     const french = await page.locator(".answer .t").nth(2).getAttribute("class");
     await page.getByLabel("Search probes").fill("");
     await page.locator("h1").click();
@@ -101,9 +102,10 @@ describe("looking at a run", () => {
     await expect.poll(() => page.getByLabel("Coloured by").inputValue()).not.toBe("french");
     await page.getByLabel("Coloured by").selectOption("code");
     await expect.poll(() => page.locator(".answer .t").nth(2).getAttribute("class")).not.toBe(french);
-    expect(page.url()).toContain("probe=code");
+    await expect.poll(() => page.url()).toContain("probe=code");
     await page.getByRole("checkbox", { name: "french in the chart" }).uncheck();
-    expect(await page.locator(".keys li").count()).toBe((await page.locator(".probe").count()) - 1);
+    const probes = await page.locator(".probe").count();
+    await expect.poll(() => page.locator(".keys li").count()).toBe(probes - 1);
   });
 
   it("compares two runs with one marked token, and restores the view from its address", async () => {
@@ -113,19 +115,18 @@ describe("looking at a run", () => {
     await page.locator(".variants").waitFor();
     await answered(page);
     await page.locator(".variants").getByRole("button", { name: "Compare" }).click();
-    expect(await page.locator(".side").count()).toBe(2);
+    await expect.poll(() => page.locator(".side").count()).toBe(2);
     await page.locator(".side").first().locator(".tokens").last().locator(".t").nth(2).hover();
     await expect.poll(() => hovered(page).count()).toBe(2);
-    expect(await page.locator(".tip .pair").count()).toBeGreaterThan(1);
+    await expect.poll(() => page.locator(".tip .pair").count()).toBeGreaterThan(1);
     await page.locator(".side").nth(1).locator(".tokens").last().locator(".t").nth(4).click();
     await expect.poll(() => pinned(page).count()).toBe(2);
-    expect(await coloured(page, ".compare-both .cells canvas")).toBeGreaterThan(5);
-    const address = page.url();
-    expect(address).toMatch(/vs=/);
+    await expect.poll(() => coloured(page, ".compare-both .cells canvas")).toBeGreaterThan(5);
+    await expect.poll(() => page.url()).toMatch(/vs=/);
     await page.reload();
     await page.locator(".side").nth(1).locator(".t").first().waitFor();
     expect(await page.locator(".side").count()).toBe(2);
-    expect(page.url().split("#")[1]?.includes("vs=")).toBe(true);
+    await expect.poll(() => page.url().split("#")[1]).toContain("vs=");
   });
 
   it("shows white space, and Markdown when asked to", async () => {
@@ -133,14 +134,12 @@ describe("looking at a run", () => {
     expect(await page.locator(".answer .t.newline").count()).toBeGreaterThan(0);
     await page.getByRole("button", { name: "View" }).click();
     await page.getByLabel("White-space marks").check();
-    const mark = await page
-      .locator(".answer .t[data-lead]")
-      .first()
-      .evaluate((span) => getComputedStyle(span, "::before").content);
-    expect(mark).toMatch(/^"[·→]+"/);
+    const lead = page.locator(".answer .t[data-lead]").first();
+    const mark = () => lead.evaluate((span) => getComputedStyle(span, "::before").content);
+    await expect.poll(mark).toMatch(/^"[·→]+"/);
     await page.getByLabel("Answers as Markdown").check();
     await page.locator(".answer .markdown").waitFor();
-    expect(await page.locator(".answer .t").count()).toBe(0);
+    await expect.poll(() => page.locator(".answer .t").count()).toBe(0);
   });
 
   it("zooms chart and matrix by keys and by dragging", async () => {
@@ -148,7 +147,7 @@ describe("looking at a run", () => {
     await page.locator("h1").click();
     await page.keyboard.press("+");
     await page.getByRole("button", { name: "All tokens" }).click();
-    expect(await page.getByRole("button", { name: "All tokens" }).count()).toBe(0);
+    await expect.poll(() => page.getByRole("button", { name: "All tokens" }).count()).toBe(0);
     const box = (await page.locator(".lines .u-over").boundingBox()) ?? { x: 0, y: 0, width: 0, height: 0 };
     await page.mouse.move(box.x + 20, box.y + 50);
     await page.mouse.down();

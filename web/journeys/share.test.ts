@@ -45,7 +45,7 @@ describe("sharing a run", () => {
     const other = await visit(link);
     await ready(other);
     await other.locator(".banner", { hasText: "kept in another browser" }).waitFor();
-    expect(await other.getByLabel("Message").inputValue()).toBe("It's <b>bold</b>, isn't it?");
+    await expect.poll(() => other.getByLabel("Message").inputValue()).toBe("It's <b>bold</b>, isn't it?");
     expect(await other.locator(".turn").count()).toBe(0);
   });
 
@@ -87,7 +87,7 @@ describe("sharing a run", () => {
     );
     await saved.locator(".answer .t").nth(2).hover();
     await saved.locator(".tip").waitFor();
-    expect(await saved.getByLabel("Coloured by").inputValue()).toBe("maths");
+    await expect.poll(() => saved.getByLabel("Coloured by").inputValue()).toBe("maths");
     await saved.getByLabel("Coloured by").selectOption("french");
     expect(await saved.getByLabel("Message").count()).toBe(0);
     expect(await saved.evaluate(() => document.fonts.check('16px "IBM Plex Sans Variable"'))).toBe(true);

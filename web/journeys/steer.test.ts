@@ -71,7 +71,7 @@ async function marked(page: Page): Promise<void> {
     await page.locator(".side .t[data-differs]").count(),
   );
   await side(page, "B").getByRole("button", { name: "Continue with B" }).click();
-  expect(await page.locator(".answer .t").allTextContents()).toEqual(b);
+  await expect.poll(() => page.locator(".answer .t").allTextContents()).toEqual(b);
 }
 
 describe("steering", () => {
@@ -81,6 +81,7 @@ describe("steering", () => {
     await page.getByLabel("When").selectOption("generation");
     await page.getByLabel("Message").fill("How was your day?");
     const shown = page.getByRole("group", { name: "The request as JSON" });
+    await expect.poll(() => shown.innerText()).toContain("How was your day?");
     const preview = JSON.parse(await shown.innerText()) as CompletionBody;
     const [plain, sent] = await askBoth(page, "How was your day?");
     expect(sent).toEqual(preview);
@@ -189,10 +190,10 @@ describe("a stop rule", () => {
     const fired = page.locator(".applied .fired");
     expect(await fired.textContent()).toMatch(/Stopped at token \d+: code ≥ [\d.]+ for 2 tokens/);
     const flag = page.locator(".answer .t[data-fired]");
-    expect(await flag.count()).toBe(1);
+    await expect.poll(() => flag.count()).toBe(1);
     expect(await flag.getAttribute("data-fired")).toBe("stop: code");
     await fired.getByRole("button").click();
-    expect(await flag.getAttribute("data-pin")).toBe("");
+    await expect.poll(() => flag.getAttribute("data-pin")).toBe("");
     const file = await exportedJson(page);
     expect(file.done?.stop_reasons?.[0]).toMatch(/^clairai: probe code >= /);
     expect(file.answer.tokens.length).toBeLessThan(24);
@@ -201,7 +202,7 @@ describe("a stop rule", () => {
     await page.getByRole("button", { name: "Regenerate" }).click();
     await page.locator(".fired", { hasText: "Alert at token" }).waitFor();
     await answered(page);
-    expect(await page.locator(".answer .t").count()).toBe(24);
+    await expect.poll(() => page.locator(".answer .t").count()).toBe(24);
   });
 });
 
@@ -243,7 +244,7 @@ it("the user can steer without a mouse", async () => {
   const number = page.getByLabel(`Scale of ${vector.name}, as a number`);
   const before = Number(await number.inputValue());
   await page.keyboard.press("ArrowRight");
-  expect(Number(await number.inputValue())).toBeGreaterThan(before);
+  await expect.poll(async () => Number(await number.inputValue())).toBeGreaterThan(before);
   await page.keyboard.press("Home");
-  expect(Number(await number.inputValue())).toBeLessThan(0);
+  await expect.poll(async () => Number(await number.inputValue())).toBeLessThan(0);
 });

@@ -50,7 +50,7 @@ export function setUpPages(): Visit {
     });
     close.push(() => context.close());
     const page = await context.newPage();
-    page.setDefaultTimeout(60_000);
+    page.setDefaultTimeout(240_000);
     await noteProblems(page, found);
     await before(page);
     await page.goto(url);
@@ -106,7 +106,7 @@ export async function answered(page: Page): Promise<void> {
     .locator(".turn")
     .last()
     .getByRole("button", { name: "Regenerate" })
-    .waitFor({ timeout: 150_000 });
+    .waitFor({ timeout: 600_000 });
 }
 
 /** Choose an entry of the export menu; returns the path of the saved file. */
@@ -126,8 +126,11 @@ export async function exportedJson(page: Page): Promise<RunFile> {
 
 /** Choose an entry of the copy menu; returns the clipboard's content. */
 export async function copied(page: Page, entry: string): Promise<string> {
+  await page.evaluate(() => navigator.clipboard.writeText(""));
   await page.getByRole("button", { name: "Copy", exact: true }).click();
   await page.locator(".menu").getByRole("button", { name: entry }).click();
   await page.getByText("Copied").waitFor();
+  // The word may still be there from an earlier copy.
+  await expect.poll(() => page.evaluate(() => navigator.clipboard.readText())).not.toBe("");
   return page.evaluate(() => navigator.clipboard.readText());
 }

@@ -21,7 +21,7 @@ describe("when something is wrong, the page", () => {
   it("says that the engine is starting", async () => {
     const page = await visit(WAITING);
     await page.locator(".banner", { hasText: "The engine is starting." }).waitFor();
-    expect(await page.locator(".status").textContent()).toBe("starting");
+    await expect.poll(() => page.locator(".status").textContent()).toBe("starting");
     expect(await page.getByRole("button", { name: "Ask" }).isDisabled()).toBe(true);
   });
 
@@ -62,7 +62,7 @@ describe("when something is wrong, the page", () => {
     await page.locator(".banner", { hasText: "Disconnected." }).waitFor();
     expect(await page.locator(".example").count()).toBeGreaterThan(0);
     await page.context().setOffline(false);
-    await expect.poll(() => page.locator(".banner").count(), { timeout: 30_000 }).toBe(0);
+    await expect.poll(() => page.locator(".banner").count()).toBe(0);
   });
 
   it("continues a run after a broken connection, without a second generation", async () => {
@@ -76,15 +76,17 @@ describe("when something is wrong, the page", () => {
       if (request.method() === "POST") posts.push(request.url());
       if (request.url().includes("v1/runs/")) resumed.push(request.url());
     });
+    wire.holdsEnds = true; // however fast the answer comes, it is cut before its end
     await ask(page, "Tell a story about a lighthouse.");
     await page.locator(".answer .t").nth(10).waitFor();
     wire.cut();
     await page.locator(".answer .t").nth(30).waitFor();
+    wire.holdsEnds = false;
     wire.cut();
     await answered(page);
     const file = await exportedJson(page);
     expect(posts).toHaveLength(1);
-    expect(resumed.length).toBeGreaterThanOrEqual(1);
+    expect(resumed.length).toBeGreaterThanOrEqual(2);
     expect(file.answer.tokens).toHaveLength(80);
     expect(file.answer.scores.slice(0, -1).every((row) => row?.every((value) => value !== null))).toBe(true);
   });
@@ -118,7 +120,7 @@ describe("when something is wrong, the page", () => {
     await ready(page);
     await ask(page, "Anything");
     await page.locator(".warning", { hasText: "2 tokens lost their scores" }).waitFor();
-    expect(await page.locator(".answer .t.none").count()).toBe(2);
+    await expect.poll(() => page.locator(".answer .t.none").count()).toBe(2);
   });
 
   it("shows the server's message when it refuses", async () => {

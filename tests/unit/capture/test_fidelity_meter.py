@@ -17,12 +17,12 @@ from clairai.capture.staging_reader import FidelitySample
 from clairai.store.codecs.base import Encoder
 from clairai.store.codecs.fidelity import SAMPLE_ROWS, compare
 from clairai.store.codecs.registry import named
-from clairai.store.write import Writer
+from clairai.store.write import Writer, WriterLimits
 from tests.support.capture_parts import capture_plan
 from tests.support.capture_rig import rig
 
 FULL8, RP8 = named("full8"), named("rp8", {"k": 16})
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def sample(encoder: Encoder, num_rows: int, seed: int = 0) -> FidelitySample:
@@ -143,7 +143,8 @@ class SlowFolder(Writer):
     policy, where = "drop", "here"
 
     def __init__(self, path: Path, **options: Any) -> None:
-        super().__init__(path, **options)
+        # Nothing is sealed by its age: the test says when.
+        super().__init__(path, limits=WriterLimits(seal_after_s=3600.0), **options)
         self.asked, self.allowed, self.flushed = (threading.Event() for _ in range(3))
 
     def flush(self, timeout_s: float = WAIT_S) -> None:

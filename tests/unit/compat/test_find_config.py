@@ -205,7 +205,7 @@ sys.exit(f"imported {{heavy}}" if heavy else 0)
 def run(statements: str) -> subprocess.CompletedProcess[str]:
     program = IMPORTS_NEITHER.format(statements=statements)
     return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
     )
 
 

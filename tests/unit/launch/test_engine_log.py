@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from clairai.errors import ConfigError
 from clairai.launch import engine_log as log_module
+from clairai.launch import user_output
 from clairai.launch.engine_log import EngineLog
 from clairai.launch.user_output import show_start_progress
 
@@ -94,7 +96,11 @@ def test_a_place_that_cannot_have_a_log_is_refused(tmp_path: Path) -> None:
         EngineLog(tmp_path / "missing" / "log").create()
 
 
-def test_without_a_terminal_each_stage_is_printed_once(tmp_path: Path) -> None:
+def test_without_a_terminal_each_stage_is_printed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(user_output, "time", SimpleNamespace(monotonic=lambda: now_s))
     log = EngineLog(tmp_path / "log")
     said: list[str] = []
     with log.create() as file, show_start_progress(None, log, said.append) as tick:
@@ -102,9 +108,10 @@ def test_without_a_terminal_each_stage_is_printed_once(tmp_path: Path) -> None:
         tick()
         file.write(f"{PREFIX}Starting to load model /secret/path...\n".encode())
         file.flush()
+        now_s += 7.0
         tick()
         tick()
-    assert said == ["vLLM is importing vLLM, 0 s", "vLLM is loading the weights, 0 s"]
+    assert said == ["vLLM is importing vLLM, 0 s", "vLLM is loading the weights, 7 s"]
 
 
 def test_on_a_terminal_one_line_moves_and_nothing_is_printed(tmp_path: Path) -> None:

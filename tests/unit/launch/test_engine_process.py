@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from clairai.errors import EngineGoneError
-from clairai.launch import process_guard
+from clairai.launch import engine_process, process_guard
 from clairai.launch.engine_command import EngineCommand, PrivateSocket
 from clairai.launch.engine_log import EngineLog
 from clairai.launch.engine_process import EngineProcess
@@ -299,17 +299,32 @@ def test_a_server_that_is_killed_reports_the_signal(tmp_path: Path) -> None:
     assert engine.exit_reason() == "vLLM was killed by SIGKILL"
 
 
+# Waits for a server that was asked to end for longer than its owner waits for the guard.
+PATIENT_GUARD = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("guard", {guard!r})
+guard = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(guard)
+guard.TERM_S = 600.0
+guard.main(*sys.argv[1:])
+"""
+
+
 def test_a_server_that_ignores_sigterm_is_killed_at_once_when_it_is_urgent(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    script = tmp_path / "patient_guard.py"
+    script.write_text(PATIENT_GUARD.format(guard=process_guard.__file__))
+    monkeypatch.setattr(process_guard, "__file__", str(script))
     log = EngineLog(tmp_path / "log")
     with EngineProcess(command(tmp_path, IGNORES_SIGTERM), log=log) as engine:
         until(lambda: "deaf" in log.lines())
         engine._was_ready = True  # otherwise it is killed soon anyway
         began_s = time.monotonic()
         engine.stop(is_urgent=lambda: True)
-        assert time.monotonic() - began_s < process_guard.TERM_S / 2
+        assert time.monotonic() - began_s < 0.8 * engine_process.KILL_TIMEOUT_S
     assert not engine.is_alive()
+    assert engine.exit_reason() == "vLLM was killed by SIGKILL"
 
 
 # Writes rows to a disk for longer than other processes may take, after its engine has ended.

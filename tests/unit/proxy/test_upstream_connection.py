@@ -14,15 +14,36 @@ from clairai.proxy.upstream_connection import (
     MAX_HEAD_BYTES,
     Address,
     BufferedResponse,
+    Connection,
     ConnectionPool,
 )
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
+SILENCE_S = 10.0  # passes only on the clock of an AheadLoop
 HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; x=y\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
 END = b"0\r\n\r\n"
 Answer = Callable[["Peer"], Awaitable[None]]
+
+
+class AheadLoop(asyncio.SelectorEventLoop):
+    """Its clock can be put forward: what is due is then due, however slowly the test runs."""
+
+    ahead_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead_s
+
+
+def run_ahead(scenario: Callable[[AheadLoop], Awaitable[None]]) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, AheadLoop)
+        await scenario(loop)
+
+    with asyncio.Runner(loop_factory=AheadLoop) as runner:
+        runner.run(main())
 
 
 class Peer:
@@ -216,30 +237,47 @@ def test_what_is_no_answer_raises(told: bytes, error: type[Exception]) -> None:
 
 
 def test_a_silent_upstream_raises_before_and_within_its_answer() -> None:
-    async def run() -> None:
+    async def scenario(loop: AheadLoop) -> None:
+        arrived = asyncio.Event()
+
         async def answer(peer: Peer) -> None:
             body = await peer.request()
+            arrived.set()
             if body.endswith(b"begin"):
                 peer.send(HEAD, chunk(b"a"))
             assert await peer.has_hung_up()
 
         async with serving(answer) as (pool, _):
+            asking = asyncio.create_task(ask(pool, silence_s=SILENCE_S))
+            await arrived.wait()
+            loop.ahead_s += SILENCE_S
             with pytest.raises(aiohttp.SocketTimeoutError):
-                await ask(pool, silence_s=0.05)
-            response = await ask(pool, b"begin", silence_s=0.05)
+                await asking
+            response = await ask(pool, b"begin", silence_s=SILENCE_S)
+            assert await response.readany() == b"a"
+            loop.ahead_s += SILENCE_S
             with pytest.raises(aiohttp.SocketTimeoutError):
-                await read_all(response)
+                await response.readany()
 
-    asyncio.run(run())
+    run_ahead(scenario)
 
 
-def test_a_reader_that_is_slow_leaves_the_rest_in_the_socket() -> None:
+def test_a_reader_that_is_slow_leaves_the_rest_in_the_socket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What is held here is bounded; upstream feels it, and is not called silent for it."""
 
-    async def run() -> None:
-        part, count, silence_s = b"x" * 65_536, 200, 0.7
+    async def scenario(loop: AheadLoop) -> None:
+        part, count = b"x" * 65_536, 200
         num_sent = 0
-        is_stuck = asyncio.Event()
+        is_paused, is_stuck = asyncio.Event(), asyncio.Event()
+        pause = Connection.pause_reading
+
+        def noted(connection: Connection) -> None:
+            pause(connection)
+            is_paused.set()
+
+        monkeypatch.setattr(Connection, "pause_reading", noted)
 
         async def answer(peer: Peer) -> None:
             nonlocal num_sent
@@ -248,21 +286,24 @@ def test_a_reader_that_is_slow_leaves_the_rest_in_the_socket() -> None:
             for _ in range(count):
                 peer.send(chunk(part))
                 draining = asyncio.ensure_future(peer.writer.drain())
-                if not (await asyncio.wait({draining}, timeout=2 * silence_s))[0]:
+                if not (await asyncio.wait({draining}, timeout=0.5))[0] and is_paused.is_set():
                     is_stuck.set()
                 await draining
                 num_sent += len(part)
             peer.send(END)
 
         async with serving(answer) as (pool, _):
-            response = await ask(pool, silence_s=silence_s)
+            response = await ask(pool, silence_s=SILENCE_S)
             await is_stuck.wait()
+            for _ in range(2):
+                loop.ahead_s += SILENCE_S
+                await asyncio.sleep(0.01)  # the watch for silence is due, and looks
             assert num_sent < count * len(part)
             first = await response.readany()
             assert len(first) < 1 << 20
             assert len(first) + len(await read_all(response)) == count * len(part)
 
-    asyncio.run(run())
+    run_ahead(scenario)
 
 
 def test_hanging_up_closes_the_connection_before_and_within_an_answer() -> None:

@@ -40,10 +40,15 @@ class SilentEngine:
         return [REPLY]
 
 
-@pytest.fixture(autouse=True)
-def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def set_limits(monkeypatch: pytest.MonkeyPatch, limit_s: float) -> None:
     for name in ("ALIVE_S", "CALL_S"):
-        monkeypatch.setattr(engine_rpc, name, 0.05)
+        monkeypatch.setattr(engine_rpc, name, limit_s)
+
+
+@pytest.fixture
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only for an engine that never answers: one that does may need longer than that."""
+    set_limits(monkeypatch, 0.05)
 
 
 def run_with(work: Callable[[SilentEngine, EngineRpc], Any]) -> None:
@@ -51,10 +56,11 @@ def run_with(work: Callable[[SilentEngine, EngineRpc], Any]) -> None:
         engine = SilentEngine()
         await work(engine, EngineRpc(engine, is_shared=False))
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 @pytest.mark.attack(420)
+@pytest.mark.usefixtures("short_limits")
 def test_a_call_that_is_not_answered_ends_after_its_limit() -> None:
     async def work(_: SilentEngine, rpc: EngineRpc) -> None:
         with pytest.raises(EngineSilent, match=r"has not answered a call within 0\.05 s"):
@@ -64,7 +70,10 @@ def test_a_call_that_is_not_answered_ends_after_its_limit() -> None:
 
 
 @pytest.mark.attack(421)
-def test_while_a_call_is_late_the_next_ones_are_refused_at_once_and_none_piles_up() -> None:
+@pytest.mark.usefixtures("short_limits")
+def test_while_a_call_is_late_the_next_ones_are_refused_at_once_and_none_piles_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def work(engine: SilentEngine, rpc: EngineRpc) -> None:
         for _ in range(50):
             with pytest.raises(EngineSilent):
@@ -74,16 +83,19 @@ def test_while_a_call_is_late_the_next_ones_are_refused_at_once_and_none_piles_u
         engine.answers.set()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
+        set_limits(monkeypatch, 60.0)
         await rpc.check_alive()
         assert engine.num_calls == 2
 
     run_with(work)
 
 
-def test_a_caller_that_leaves_takes_its_call_along() -> None:
+def test_a_caller_that_leaves_takes_its_call_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits(monkeypatch, 60.0)  # it leaves before the call is late
+
     async def work(engine: SilentEngine, rpc: EngineRpc) -> None:
         asking = asyncio.ensure_future(rpc.check_alive())
-        await asyncio.wait_for(engine.is_asked.wait(), 20)
+        await engine.is_asked.wait()
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         assert engine.num_cancelled == 1
@@ -92,7 +104,9 @@ def test_a_caller_that_leaves_takes_its_call_along() -> None:
 
 
 @pytest.fixture
-def server() -> TestClient:
+def server(short_limits: None) -> TestClient:
+    del short_limits
+
     async def collective_rpc(_: str, args: tuple[bytes]) -> list[bytes]:
         del args
         await asyncio.sleep(3600)
@@ -125,7 +139,10 @@ def test_a_steered_completion_is_refused_with_503_and_does_not_hang(server: Test
 
 
 @pytest.mark.attack(424)
-def test_a_capture_is_refused_with_503_while_its_writer_is_being_replaced() -> None:
+def test_a_capture_is_refused_with_503_while_its_writer_is_being_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_rpc, "CAPTURE_KNOWN_S", 3600.0)  # longer than the test
     state = capture_messages.CaptureState((), 0, 0, 0, 0, 0, failure="the capture writer is gone")
     asked: list[bytes] = []
 
@@ -143,4 +160,4 @@ def test_a_capture_is_refused_with_503_while_its_writer_is_being_replaced() -> N
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
         assert answer.json()["error"]["code"] == "capture-down"
         assert "the capture writer is gone" in answer.json()["error"]["message"]
-    assert len(asked) < 5  # a question interrupts the engine
+    assert len(asked) == 1  # a question interrupts the engine

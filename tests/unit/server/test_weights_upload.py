@@ -149,7 +149,7 @@ def test_a_commit_of_another_transfer_does_not_wait_for_an_upload(served: Target
 
         upload = asyncio.create_task(uploads.receive(manifest.transfer, 0, slowly()))
         await begun.wait()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             answer = await uploads.keep_until("f" * 32, committed())
         go_on.set()
         with pytest.raises(WeightsError, match="early"):
@@ -168,5 +168,5 @@ def test_the_transfer_of_a_sender_that_does_not_return_is_given_up(
     assert put(served, manifest, 0, file_of(packed, manifest, 0)) == ""
     packed.close()
     uploads = weights_upload.uploads_of(served.client.app)  # type: ignore[arg-type]
-    until(lambda: uploads._relay.transfer is None, 10.0)
+    until(lambda: uploads._relay.transfer is None)
     assert served.still_takes_honest_weights()

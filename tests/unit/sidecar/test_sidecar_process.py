@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from clairai.local.heartbeat import read_process_state
 from clairai.ring.writer import RingWriter
 from clairai.wire.ring_messages import ROW, Bank, ProbeInfo
-from tests.support.ring_engine import running_engine, until
+from tests.support.ring_engine import DEADLINE_S, running_engine, until
 
 COMMAND = (sys.executable, "-m", "clairai.cli", "sidecar")
 
@@ -58,7 +59,7 @@ def _await_row(out: Path, position: int) -> None:
 
 def _ended(process: subprocess.Popen[bytes], number: signal.Signals) -> int:
     process.send_signal(number)
-    return process.wait(20)
+    return process.wait(DEADLINE_S)
 
 
 def test_it_waits_and_prints_every_row_of_one_engine_after_another(tmp_path: Path) -> None:
@@ -83,6 +84,7 @@ def test_loss_is_an_event_and_a_line_on_stderr(tmp_path: Path) -> None:
         with _sidecar(tmp_path, "--json", "--events") as (process, out, err):
             until(lambda: "attached" in err.read_text())
             process.send_signal(signal.SIGSTOP)
+            until(lambda: _is_suspended(process))  # else it may read what comes next
             _publish(engine.writer, range(20))
             process.send_signal(signal.SIGCONT)
             _await_row(out, 19)
@@ -93,6 +95,11 @@ def test_loss_is_an_event_and_a_line_on_stderr(tmp_path: Path) -> None:
     assert printed == [*range(20 - len(printed), 20)]
     assert lost == 20 - len(printed) > 0
     assert f"this engine has lost {lost} in all" in err.read_text()
+
+
+def _is_suspended(process: subprocess.Popen[bytes]) -> bool:
+    state = read_process_state(process.pid)
+    return state is not None and state.letter == "T"
 
 
 def test_a_record_with_unknown_columns_is_lost_and_not_guessed(tmp_path: Path) -> None:
@@ -142,7 +149,7 @@ def test_a_reader_that_leaves_ends_it_also_before_the_next_row(tmp_path: Path) -
         assert process.stdout is not None
         process.stdout.readline()
         process.stdout.close()
-        assert process.wait(20) == 0
+        assert process.wait(DEADLINE_S) == 0
 
 
 def test_it_ends_when_told_to_even_if_nobody_reads_its_pipe(tmp_path: Path) -> None:

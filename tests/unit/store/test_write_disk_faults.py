@@ -114,6 +114,7 @@ def test_closing_on_a_full_disk_gives_up_and_counts_what_was_lost(
     writer = Writer(tmp_path / "s", limits=QUICK)
     with failing(monkeypatch, "create", errno.EDQUOT):
         writer.offer(block(1))
+        wait_until(lambda: writer.state.name == "stopped")
         with pytest.raises(StoreStoppedError, match="3 accepted rows are lost: the disk is full"):
             writer.close(timeout_s=0.01)
     assert writer.counts.lost == 3

@@ -220,12 +220,12 @@ def test_a_sender_that_is_killed_leaves_the_old_weights_and_the_next_one_succeed
 
     llm.ask(PlanWeights(manifest))
     ours.send("go")
-    assert ours.poll(30)
+    assert ours.poll(60)
     assert ours.recv() == "one buffer is over"
     child.kill()
     child.join()
     child.close()
-    until(lambda: llm.updater.receiver._tracker._expected is None, 10.0)
+    until(lambda: llm.updater.receiver._tracker._expected is None)
     assert is_serving(llm, weights(0))
     assert sender(llm, tmp_path).send(weights(6)).version == 1
     ours.close()
@@ -249,7 +249,7 @@ def _die_half_way(folder: str, epoch: str, pipe: Any) -> None:
         packed = HostPacker(open_sources(weights(9), ExitStack()), made).pack(0)
         HostTransport(client, "a test")._deliver(made, 0, packed)
         pipe.send("one buffer is over")
-        time.sleep(60)
+        time.sleep(600)
 
 
 def test_a_sender_frees_its_buffers_once_the_engine_has_released_them(

@@ -30,7 +30,8 @@ END = CompletionEnd(
 
 
 @pytest.fixture(autouse=True)
-def logging_restored() -> Iterator[None]:
+def logging_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(log_lines, "CLOSE_S", 60.0)  # every line is written before a test reads
     root, ours = logging.getLogger(), logging.getLogger(log_lines.LOGGER)
     before = (root.handlers[:], root.level, ours.level)
     yield

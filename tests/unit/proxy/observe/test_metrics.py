@@ -338,9 +338,10 @@ def test_completions_are_counted_by_their_times() -> None:
     assert samples["clairai_completion_seconds_sum", ()] == pytest.approx(0.9)
 
 
-def test_the_lag_of_scores_is_from_publishing_to_reading() -> None:
+def test_the_lag_of_scores_is_from_publishing_to_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = Metrics()
     now_ns = time.monotonic_ns()
+    monkeypatch.setattr("clairai.proxy.observe.metrics.time.monotonic_ns", lambda: now_ns)
     scores = np.array([[0.5]], np.float32)
     for stamp_ns in (now_ns - 3_000_000_000, now_ns + 3_000_000_000):  # late, and a clock ahead
         metrics.on_scores(

@@ -17,6 +17,7 @@ import pytest
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 
 from clairai.errors import ConfigError
+from clairai.proxy.observe import telemetry as telemetry_module
 from clairai.proxy.observe.observer import ChoiceResult, CompletionEnd, ProbeResult
 from clairai.proxy.observe.telemetry import EVENT, MAX_QUEUED, Telemetry, attributes
 
@@ -66,11 +67,12 @@ class Receiver:
 def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
     with contextlib.closing(Receiver()) as made:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.url)
+        monkeypatch.setattr(telemetry_module, "CLOSE_S", 60.0)  # all that is queued is sent
         yield made
 
 
 def _sent(receiver: Receiver) -> list[tuple[str, dict[str, Any]]]:
-    request = receiver.requests.get(timeout=10)
+    request = receiver.requests.get(timeout=60)
     records = [r for part in request.resource_logs for s in part.scope_logs for r in s.log_records]
     return [(r.event_name, {a.key: _value(a.value) for a in r.attributes}) for r in records]
 
@@ -112,7 +114,7 @@ def test_the_service_is_named_and_nothing_identifies_the_machine(receiver: Recei
     assert telemetry is not None
     telemetry.on_completion_end(_end(CODE))
     telemetry.close()
-    request = receiver.requests.get(timeout=10)
+    request = receiver.requests.get(timeout=60)
     resource = {a.key: _value(a.value) for a in request.resource_logs[0].resource.attributes}
     assert resource["service.name"] == "clairai"
     assert not [key for key in resource if key.startswith(("host.", "process."))]
@@ -131,7 +133,7 @@ def test_without_an_endpoint_there_is_no_telemetry_and_no_sdk() -> None:
         "assert Telemetry.from_environ({}) is None\n"
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", program], timeout=30).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=100).returncode == 0
 
 
 def test_an_endpoint_without_the_packages_is_refused_with_a_reason(
@@ -163,6 +165,9 @@ def test_an_unsupported_protocol_is_refused_with_a_reason() -> None:
     telemetry.close()
 
 
+STUCK_S = 100.0
+
+
 class Stuck:
     """A provider whose sending never comes back until it is let go."""
 
@@ -173,10 +178,10 @@ class Stuck:
         return self
 
     def emit(self, _: object) -> None:
-        self.gate.wait(30)
+        self.gate.wait(STUCK_S)
 
     def shutdown(self) -> None:
-        self.gate.wait(30)
+        self.gate.wait(STUCK_S)
 
 
 def test_a_collector_that_hangs_costs_events_and_no_time(
@@ -187,9 +192,8 @@ def test_a_collector_that_hangs_costs_events_and_no_time(
     began_s = time.monotonic()
     for _ in range(MAX_QUEUED + 10):
         telemetry.on_completion_end(_end(CODE))
-    assert time.monotonic() - began_s < 2.0
     assert 9 <= telemetry.num_dropped <= 10  # one may be on its way already
     telemetry.close()
-    assert time.monotonic() - began_s < 10.0
+    assert time.monotonic() - began_s < STUCK_S / 2  # nobody has waited for the collector
     assert "completions were not reported" in caplog.text
     stuck.gate.set()
