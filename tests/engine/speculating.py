@@ -96,6 +96,16 @@ def make_mtp(folder: Path) -> Path:
     return _save(folder, tensors | block)
 
 
+def leave_out_mtp(folder: Path) -> None:
+    """Make of a tiny MiMo what Hugging Face knows, a Qwen 2; other models stay as they are."""
+    config = json.loads((folder / "config.json").read_text())
+    if config["architectures"] != ["MiMoForCausalLM"]:
+        return
+    config["architectures"] = ["Qwen2ForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(config))
+    _save(folder, {name: held for name, held in _load(folder).items() if "mtp" not in name})
+
+
 def _load(folder: Path) -> Tensors:
     from safetensors.numpy import load_file
 
@@ -112,41 +122,32 @@ def _save(folder: Path, tensors: Tensors) -> Path:
 
 @dataclass(frozen=True)
 class Drafts:
-    """What the scheduler was told about drafts."""
+    """What became of the tokens that were drafted."""
 
     proposed: int
     accepted: int
 
+    def minus(self, earlier: Drafts) -> Drafts:
+        return Drafts(self.proposed - earlier.proposed, self.accepted - earlier.accepted)
 
-@contextmanager
-def count_drafts(llm: Any) -> Iterator[list[tuple[int, int]]]:
-    """Drafts and accepted drafts of each request in each step.
 
-    Scheduler.make_spec_decoding_stats, v1/core/sched/scheduler.py, 0.32:2960.
+def count_drafts(llm: Any) -> Drafts:
+    """All that this engine has drafted, by vLLM's own metrics: v1/spec_decode/metrics.py, 0.32:229.
+
+    They count in the process of the LLM, wherever its engine core and ranks are.
     """
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    seen: list[tuple[int, int]] = []
-    original = scheduler.make_spec_decoding_stats
-
-    def count(*args: Any, **kwargs: Any) -> Any:
-        seen.append((kwargs["num_draft_tokens"], kwargs["num_accepted_tokens"]))
-        return original(*args, **kwargs)
-
-    scheduler.make_spec_decoding_stats = count
-    try:
-        yield seen
-    finally:
-        del scheduler.make_spec_decoding_stats
+    found = {metric.name: metric for metric in llm.get_metrics()}
+    names = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
+    return Drafts(*(int(found[name].value) if name in found else 0 for name in names))
 
 
 def with_drafts(
     llm: Any, scenario: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[Any, Drafts]:
     """A scenario, and what became of the drafts in it."""
-    with count_drafts(llm) as seen:
-        result = scenario(llm, *args, **kwargs)
-    proposed, accepted = (int(one) for one in np.array(seen or [(0, 0)]).sum(0))
-    return result, Drafts(proposed, accepted)
+    before = count_drafts(llm)
+    result = scenario(llm, *args, **kwargs)
+    return result, count_drafts(llm).minus(before)
 
 
 def answer_and_score_all(

@@ -5,7 +5,7 @@ Greedily, in float32, on a tiny model; each method of speculation against one en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,9 +18,19 @@ from numpy.typing import NDArray
 import clairai
 from clairai.points import Point
 from clairai.vector.safetensors_format import dumps
-from tests.engine import attribution, capturing, models, mutants, speculating, steering
+from tests.engine import (
+    attribution,
+    capturing,
+    models,
+    mutants,
+    ranked,
+    speculating,
+    steering,
+    weighed,
+)
 from tests.engine.process import EngineProcess
 from tests.engine.steering import Answer, Ask
+from tests.fidelity.oracle import hidden_states
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -41,11 +51,18 @@ LOAD: Final = attribution.Plan(
     vocabulary=speculating.VOCABULARY,
     num_drafts=speculating.NUM_DRAFTS,
 )
-METHODS: Final = (
-    "ngram",
-    "draft_model",
-    *(pytest.param(slow, marks=pytest.mark.layouts) for slow in ("eagle", "mtp")),
-)
+# By name: vLLM's method, and how many ranks the model has.
+WAYS: Final = {
+    "ngram": ("ngram", 1),
+    "draft_model": ("draft_model", 1),
+    "eagle": ("eagle", 1),
+    "mtp": ("mtp", 1),
+    "ngram-tp2": ("ngram", 2),
+    "draft_model-tp2": ("draft_model", 2),
+    "eagle-tp2": ("eagle", 2),
+}
+QUICK: Final = ("ngram", "draft_model")
+SLOW: Final = pytest.mark.layouts
 
 
 def _noise(seed: int, size: float) -> NDArray[np.float32]:
@@ -86,7 +103,6 @@ class Run:
     cached: list[Answer]  # the same requests once more: the prefix cache has their prompts
     stopped: list[Answer]
     captured: list[list[capturing.Found]]
-    drafts: speculating.Drafts
 
 
 def _run(llm: Any) -> Run:
@@ -102,19 +118,16 @@ def _run(llm: Any) -> Run:
         capturing.Ask(prompt, {"points": [POINTS[2]], "positions": "all"}, num_new=NUM_NEW)
         for prompt in PROMPTS
     ]
-    with speculating.count_drafts(llm) as seen:
-        run = Run(
-            plain=speculating.answer_and_score_all(llm, plain),
-            steered=speculating.answer_and_score_all(llm, steered),
-            cached=steering.answer(llm, [*steered, *plain]),
-            stopped=steering.answer(llm, stopped),
-            captured=capturing.capture(llm, captured),
-            drafts=speculating.Drafts(0, 0),
-        )
-    proposed, accepted = np.array(seen or [(0, 0)]).sum(0).tolist()
+    run = Run(
+        plain=speculating.answer_and_score_all(llm, plain),
+        steered=speculating.answer_and_score_all(llm, steered),
+        cached=steering.answer(llm, [*steered, *plain]),
+        stopped=steering.answer(llm, stopped),
+        captured=capturing.capture(llm, captured),
+    )
     steering.remove_all(llm)
     steering.remove_probes(llm, [probe.name for probe in PROBES])
-    return replace(run, drafts=speculating.Drafts(proposed, accepted))
+    return run
 
 
 @dataclass(frozen=True)
@@ -137,12 +150,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     )
 
 
-def _start(
-    model: Path, runtime: Path, captures: Path, speculative: dict[str, Any] | None
-) -> EngineProcess:
-    given: dict[str, Any] = {}
-    if speculative is not None:
-        given["speculative_config"] = speculative
+def _start(model: Path, runtime: Path, captures: Path, **given: Any) -> EngineProcess:
     return EngineProcess(
         runtime=runtime,
         model=str(model),
@@ -156,6 +164,7 @@ def _start(
         num_gpu_blocks_override=24,  # and requests preempted
         enable_prefix_caching=True,
         disable_log_stats=False,  # else vLLM does not count drafts
+        weight_transfer_config={"backend": "clairai_ipc"},
         additional_config=clairai.config(
             points=list(POINTS),
             capacity=8,
@@ -186,7 +195,7 @@ def run_alone(runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
     def run(model: Path) -> Run:
         if model not in known:
             captures = tmp_path_factory.mktemp("alone") / "store"
-            with _start(model, runtime, captures, None) as engine:
+            with _start(model, runtime, captures) as engine:
                 known[model] = engine.call(_run)
         return known[model]
 
@@ -195,13 +204,30 @@ def run_alone(runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 @dataclass(frozen=True)
 class Speculating:
-    method: str
+    name: str
     engine: EngineProcess
     run: Run
+    drafts: speculating.Drafts
     alone: Run
 
 
-@pytest.fixture(scope="module", params=METHODS)
+def _spread(num_ranks: int) -> dict[str, Any]:
+    """What gives an engine several ranks, each in a process of its own."""
+    if num_ranks == 1:
+        return {}
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the test sends a function to the ranks
+    }
+    return {"tensor_parallel_size": num_ranks, "environment": environment}
+
+
+def _params(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in QUICK else SLOW, id=name) for name in names]
+
+
+@pytest.fixture(scope="module", params=_params(WAYS))
 def speculation(
     request: pytest.FixtureRequest,
     folders: Folders,
@@ -209,12 +235,15 @@ def speculation(
     run_alone: Callable[[Path], Run],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Speculating]:
-    method = str(request.param)
+    name = str(request.param)
+    method, num_ranks = WAYS[name]
     model = folders.mtp if method == "mtp" else folders.target
     alone = run_alone(model)
-    captures = tmp_path_factory.mktemp(method) / "store"
-    with _start(model, runtime, captures, _speculative(method, folders)) as engine:
-        yield Speculating(method, engine, engine.call(_run), alone)
+    captures = tmp_path_factory.mktemp(name) / "store"
+    given = _spread(num_ranks) | {"speculative_config": _speculative(method, folders)}
+    with _start(model, runtime, captures, **given) as engine:
+        run, drafts = engine.call(speculating.with_drafts, _run)
+        yield Speculating(name, engine, run, drafts, alone)
 
 
 def _largest_error(found: Scored, truth: Scored) -> float:
@@ -237,7 +266,7 @@ def _largest_error(found: Scored, truth: Scored) -> float:
 
 def test_drafts_are_accepted_and_rejected(speculation: Speculating) -> None:
     """Else none of the tests below would say anything."""
-    drafts = speculation.run.drafts
+    drafts = speculation.drafts
     assert drafts.accepted > 50
     assert drafts.proposed - drafts.accepted > 50
 
@@ -248,9 +277,9 @@ def test_every_token_has_the_scores_that_it_has_without_speculation(
     found, truth = speculation.run.plain, speculation.alone.plain
     assert [one.token_ids for one in found[0]] == [one.token_ids for one in truth[0]]
     error = _largest_error(found, truth)
-    drafts = speculation.run.drafts
+    drafts = speculation.drafts
     report(
-        test=f"speculation by {speculation.method}",
+        test=f"speculation by {speculation.name}",
         error=error,
         drafts=drafts.proposed,
         accepted=drafts.accepted,
@@ -303,7 +332,7 @@ def test_no_row_lands_on_another_request_and_no_rejected_draft_is_one(
 ) -> None:
     verdict, drafts = speculation.engine.call(speculating.with_drafts, attribution.run, LOAD)
     report(
-        test=f"attribution with drafts by {speculation.method}",
+        test=f"attribution with drafts by {speculation.name}",
         rows=verdict.rows,
         wrong=len(verdict.wrong),
         drafts=drafts.proposed,
@@ -316,6 +345,10 @@ def test_no_row_lands_on_another_request_and_no_rejected_draft_is_one(
     assert drafts.accepted > 100
 
 
+# A bug is planted in the process of the LLM; ranks have processes of their own.
+@pytest.mark.parametrize(
+    "speculation", _params(name for name in WAYS if WAYS[name][1] == 1), indirect=True
+)
 @pytest.mark.parametrize(
     "mutant", [speculating.keep_rejected, mutants.rows_shifted_by_one], ids=lambda one: one.__name__
 )
@@ -325,3 +358,32 @@ def test_the_attribution_check_catches_a_draft_that_counts_as_a_row(
     short = replace(LOAD, num_requests=12)
     verdict = speculation.engine.call(mutants.run, mutant, short)
     assert verdict.wrong or verdict.unaccounted
+
+
+def _score_new(llm: Any, folder: Path) -> list[tuple[list[int], list[str], Any, Any]]:
+    """Sends other weights, then scores what the engine answers."""
+    steering.add_probes(llm, PROBES)
+    ranked.send(llm, str(folder))
+    return ranked.score(llm)
+
+
+def test_new_weights_are_served_whatever_the_drafter_still_knows_of_the_old_ones(
+    speculation: Speculating, folders: Folders, tmp_path: Path
+) -> None:
+    """The last test of an engine: its drafter, if it is a model of its own, stays as it was."""
+    model = folders.mtp if WAYS[speculation.name][0] == "mtp" else folders.target
+    new = weighed.perturb(model, tmp_path / "new", strength=1.0)
+    found, drafts = speculation.engine.call(speculating.with_drafts, _score_new, new)
+    speculating.leave_out_mtp(new)
+    expected = ranked.greedy(new)
+    assert drafts.proposed > 0
+    for prompt, answer, one in zip(ranked.PROMPTS, expected, found, strict=True):
+        tokens, names, scores_NP, weights = one
+        assert tokens == [*prompt, *answer[:-1]]
+        assert {*weights} == {1}
+        truth = hidden_states(str(new), tokens)
+        for probe in PROBES:
+            states_ND = truth[str(probe.point)].astype(np.float64)
+            errors_N = scores_NP[:, names.index(probe.name)] - states_ND @ probe.direction_D
+            lengths_N = np.linalg.norm(states_ND, axis=1) * np.linalg.norm(probe.direction_D)
+            assert np.quantile(np.abs(errors_N) / lengths_N, 0.999) <= 1e-5

@@ -137,11 +137,6 @@ def _has_stages(config: Any) -> bool:
     return (_read_path(config, "parallel_config.pipeline_parallel_size") or 1) > 1
 
 
-def _has_several_ranks(config: Any) -> bool:
-    tensor_parallel_size = _read_path(config, "parallel_config.tensor_parallel_size") or 1
-    return _has_stages(config) or tensor_parallel_size > 1
-
-
 def _count_local_cores(config: Any) -> int:
     return int(_read_path(config, "parallel_config.data_parallel_size_local") or 1)
 
@@ -249,8 +244,8 @@ REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
         ),
     ),
     (
-        "speculative decoding with several ranks (not tried)",
-        lambda config: _is_speculating(config) and _has_several_ranks(config),
+        "speculative decoding with pipeline parallelism (not tried)",
+        lambda config: _is_speculating(config) and _has_stages(config),
     ),
     (
         "speculative decoding with vLLM before 0.32 (not tried)",
@@ -371,11 +366,6 @@ def check_weights_mode(vllm_config: Any) -> None:
 
     A KV connector keeps KV of the old ones, without saying so.
     """
-    if _is_speculating(vllm_config):
-        raise UnsupportedError(
-            "new weights were not tried with speculative decoding, whose drafter shares tensors "
-            "with the model; leave out speculative_config, or weight_transfer_config"
-        )
     if uses_ray(vllm_config):
         raise UnsupportedError(
             "new weights were not tried with vLLM's Ray executor; use distributed_executor_backend "

@@ -158,7 +158,7 @@ def test_every_refused_mode_is_listed_here() -> None:
         "speculative decoding on a GPU",
         "speculative decoding on a GPU with the V1 model runner",
         "speculative decoding with adaptive verification",
-        "speculative decoding with several ranks",
+        "speculative decoding with pipeline parallelism",
         "speculative decoding with vLLM before 0.32",
         "vLLM's Ray executor before vLLM 0.32",
         "vLLM's Ray executor on compiled graphs with a GPU",
@@ -250,13 +250,16 @@ ANOTHERS_EXAMPLE = SimpleNamespace(
 LMCACHE = SimpleNamespace(kv_connector="LMCacheConnectorV1", kv_connector_module_path=None)
 
 
-@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_speculation_goes_with_one_rank_alone(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speculation_goes_with_several_ranks_and_not_with_stages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(check_engine, "vllm_version", lambda: "0.32.0+cpu")
     speculating = config("speculative_config", SimpleNamespace(method="eagle"))
-    setattr(speculating.parallel_config, size, 2)
+    speculating.parallel_config.tensor_parallel_size = 2
+    assert list_refused_modes(speculating) == []
+    speculating.parallel_config.pipeline_parallel_size = 2
     (reason,) = list_refused_modes(speculating)
-    assert reason.startswith("speculative decoding with several ranks")
+    assert reason.startswith("speculative decoding with pipeline parallelism")
 
 
 def test_speculation_goes_with_one_engine_core_alone() -> None:
@@ -265,12 +268,6 @@ def test_speculation_goes_with_one_engine_core_alone() -> None:
     speculating.parallel_config.data_parallel_size = 2
     with pytest.raises(UnsupportedError, match="speculative decoding with data parallelism"):
         check_engine.check_core_settings(speculating, None)
-
-
-def test_new_weights_do_not_go_with_speculation() -> None:
-    speculating = config("speculative_config", SimpleNamespace(method="eagle"))
-    with pytest.raises(UnsupportedError, match="new weights were not tried with speculative"):
-        check_engine.check_weights_mode(speculating)
 
 
 @pytest.mark.parametrize("asked", [{"steering": True}, {"capture": {"folder": "captures"}}])
