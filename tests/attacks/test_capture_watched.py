@@ -24,7 +24,7 @@ from clairai.store.send_shards import ShardSender
 from clairai.store.write import Writer, WriterLimits
 from tests.http.world import World, world
 from tests.support.capturing_server import capturing_server
-from tests.support.faulty_disk import QUICK, failing, wait_until
+from tests.support.faulty_disk import DEADLINE_S, QUICK, failing, wait_until
 from tests.support.row_blocks import block
 
 
@@ -119,7 +119,7 @@ def test_a_queue_that_drops_rows_is_a_state_until_a_minute_after_the_last() -> N
     release = threading.Event()
     queue = BlockQueue("drop", 1)
     hung = CallbackConsumer(
-        lambda _: release.wait(20), "mod:hangs", about=None, queue=queue, policy="drop"
+        lambda _: release.wait(120), "mod:hangs", about=None, queue=queue, policy="drop"
     )
     guarded = GuardedConsumer(hung)
     try:
@@ -179,7 +179,7 @@ def test_an_address_that_takes_nothing_and_says_nothing_is_stopped(
 
     def hang(*_: object) -> Any:
         is_stuck.set()
-        assert release.wait(60)
+        assert release.wait(120)
         return iter(())
 
     monkeypatch.setattr(ShardSender, "send", hang)
@@ -187,7 +187,7 @@ def test_an_address_that_takes_nothing_and_says_nothing_is_stopped(
     options = {"folder": str(tmp_path / "s"), "url": f"file://{tmp_path}/there"}
     consumer = FsspecConsumer("fsspec", options, layout="sharded")
     try:
-        assert is_stuck.wait(20)
+        assert is_stuck.wait(DEADLINE_S)
         wait_until(lambda: consumer.state.name == "stopped")
         assert "has taken nothing for" in consumer.state.reason
     finally:
@@ -231,7 +231,7 @@ def test_a_writer_that_has_failed_does_not_become_healthy_by_an_earlier_commit(
 
     def commit(self: Committer, shards: Any) -> Any:
         is_committing.set()
-        assert may_go.wait(20)
+        assert may_go.wait(120)
         return real_commit(self, shards)
 
     def seal(self: Committer, pending: Any) -> Any:
@@ -244,7 +244,7 @@ def test_a_writer_that_has_failed_does_not_become_healthy_by_an_earlier_commit(
     monkeypatch.setattr(Committer, "seal", seal)
     writer = Writer(tmp_path / "s", limits=QUICK)
     writer.offer(block(1))
-    assert is_committing.wait(20)
+    assert is_committing.wait(DEADLINE_S)
     writer.offer(block(2))
     wait_until(lambda: writer.state.name == "failed")
     may_go.set()

@@ -34,7 +34,7 @@ def _refusal(file: Path) -> str:
 
 
 @pytest.mark.attack(300)
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_a_pipe_as_key_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     assert "not a regular file" in _refusal(tmp_path / "pipe")
@@ -89,7 +89,7 @@ def test_a_mounted_secret_of_root_may_be_read_by_a_group_of_ours(
 
 
 @pytest.mark.attack(303)
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("what", ["folder", "device", "loop", "missing", "large", "binary", "nul"])
 def test_what_is_no_key_file_is_refused_quickly(tmp_path: Path, what: str) -> None:
     file = tmp_path / "key"

@@ -29,7 +29,15 @@ from clairai.ring.server import _ACCEPTED, MAX_REQUEST_BYTES
 from clairai.ring.writer import RingWriter
 from clairai.wire.ring_messages import MAX_MESSAGE_BYTES, AskBank, Bank, Refusal
 from tests.support.footprint import nothing_left_behind
-from tests.support.ring_engine import SMALL, forked, running_engine, small_bank, until, welcome
+from tests.support.ring_engine import (
+    DEADLINE_S,
+    SMALL,
+    forked,
+    running_engine,
+    small_bank,
+    until,
+    welcome,
+)
 
 NOBODY = 65534
 
@@ -115,7 +123,7 @@ def test_a_process_of_another_user_gets_no_descriptor() -> None:
             folder.chmod(0o755)
             engine.server.path.chmod(0o666)
             go.set()
-            assert ours.poll(10)
+            assert ours.poll(DEADLINE_S)
             code, num_fds = ours.recv()
     assert (code, num_fds) == ("foreign-user", 0)
 
@@ -190,7 +198,7 @@ def test_an_engine_that_never_greets_is_given_up(tmp_path: Path) -> None:
 def _raw_reader(path: Path) -> Iterator[socket.socket]:
     """A socket past its greeting, with the descriptor thrown away."""
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(5)
+        sock.settimeout(DEADLINE_S)
         sock.connect(os.fspath(path))
         sock.recv(1 << 16)
         yield sock

@@ -14,7 +14,7 @@ import pytest
 from clairai.launch import process_guard
 from clairai.local.heartbeat import VARIABLE
 from tests.process.fault_injection import exhaust_fds
-from tests.support.ring_engine import until
+from tests.support.ring_engine import DEADLINE_S, until
 
 # A server with a child of its own in another session, which only a look into /proc can find.
 SERVER = (
@@ -44,7 +44,7 @@ def guarding(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
         yield guard, control
     finally:
         os.close(control)
-        guard.wait(20)
+        guard.wait(DEADLINE_S)
 
 
 def beats(folder: Path) -> bytes:

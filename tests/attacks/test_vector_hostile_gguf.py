@@ -89,7 +89,7 @@ SPOILED_GGUF = {
 }
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("data", SPOILED_GGUF.values(), ids=SPOILED_GGUF.keys())
 def test_a_spoiled_gguf_file_is_refused(data: bytes) -> None:
     assert outcome(data) is None

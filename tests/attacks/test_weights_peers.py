@@ -17,7 +17,7 @@ from clairai.local.private_socket import Connection, runtime_dir, socket_path
 from clairai.weights.socket_client import BufferClient
 from clairai.weights.socket_server import FROM_ENGINE, SOCKET_KIND, BufferServer
 from clairai.wire.ring_messages import Refusal
-from tests.support.ring_engine import forked
+from tests.support.ring_engine import DEADLINE_S, forked
 from tests.support.weights_target import Target, target
 
 NOBODY = 65534
@@ -35,7 +35,7 @@ def test_61_a_peer_of_another_user_is_refused(
     monkeypatch.setattr("clairai.weights.socket_server.peer_uid", lambda _: os.geteuid() + 1)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(os.fspath(attacked.llm.updater.receiver.path))
-        answer, fds = Connection(sock, FROM_ENGINE, max_fds=4).receive(10)
+        answer, fds = Connection(sock, FROM_ENGINE, max_fds=4).receive(DEADLINE_S)
     assert isinstance(answer, Refusal)
     assert "may send weights" in answer.reason
     assert fds == []
@@ -51,7 +51,7 @@ def test_62_a_process_of_another_user_is_refused_even_where_it_can_connect() -> 
             folder.chmod(0o755)
             attacked.llm.updater.receiver.path.chmod(0o666)
             go.set()
-            assert ours.poll(10)
+            assert ours.poll(DEADLINE_S)
             assert "may send weights" in ours.recv()
 
 
@@ -61,7 +61,7 @@ def _connect_as_nobody(folder: Path, answers: PipeEnd, wait: Callable[[], bool])
     os.setuid(NOBODY)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(os.fspath(next(folder.glob(f"{SOCKET_KIND}-*.sock"))))
-        answer, _ = Connection(sock, FROM_ENGINE, max_fds=4).receive(10)
+        answer, _ = Connection(sock, FROM_ENGINE, max_fds=4).receive(DEADLINE_S)
     answers.send(getattr(answer, "reason", "taken"))
 
 
@@ -102,7 +102,7 @@ def test_67_a_forked_child_does_not_keep_the_socket_of_a_dead_engine(attacked: T
     link = attacked.llm.updater.receiver._server
     ours, theirs = get_context("fork").Pipe()
     with ours, theirs, forked(_tell_listener, theirs, link):
-        assert ours.poll(10)
+        assert ours.poll(DEADLINE_S)
         assert ours.recv() == -1, "open: senders would wait for nobody"
     assert link._listener.fileno() >= 0
     assert attacked.still_takes_honest_weights()

@@ -94,7 +94,7 @@ class Upstream:
             self.captures.forget()
             self.weights.asked.clear()
 
-    def wait_for(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    def wait_for(self, condition: Callable[[], object], timeout_s: float = 30.0) -> None:
         """Called in the test: until something that was asked or ended makes it true."""
         with self.changed:
             assert self.changed.wait_for(condition, timeout_s), "upstream did not get there"
@@ -198,7 +198,7 @@ class Upstream:
         made = self._describe_bank()
         if self.listing is not None:
             self._note(self.probes.append, ("GET", "", b""))
-            assert await asyncio.to_thread(self.listing.wait, 10)
+            assert await asyncio.to_thread(self.listing.wait, 60)
         return made
 
     def _describe_bank(self) -> web.Response:

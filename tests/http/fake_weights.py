@@ -20,6 +20,7 @@ STATE = {
     "num_tensors": 1,
     "is_torn": False,
     "devices": ["cpu"],
+    "ranks": [{"epoch": "00000000000000aa", "rank": 0, "has_bank": True}],
 }
 TENSOR = {"name": "model.norm.weight", "dtypes": ["F32", "BF16"], "shape": [8]}
 UNPLANNED = "0" * 32

@@ -145,9 +145,9 @@ def test_the_last_chunk_waits_for_rows_that_are_on_their_way(tmp_path: Path) -> 
         got: list[bytes] = []
         asking_thread = threading.Thread(target=lambda: got.append(ask(w)))
         asking_thread.start()
-        assert is_sent.wait(10)
+        assert is_sent.wait(60)
         w.upstream.last.rows(4, [72])
-        asking_thread.join(10)
+        asking_thread.join(60)
     (one,) = collect_scores(chunks(got[0])).values()
     assert one.scores == expected([72, 101])
 

@@ -43,7 +43,7 @@ class Hanging:
         self.go = threading.Event()
 
     def on_scores(self, *_: object) -> None:
-        assert self.go.wait(20)
+        assert self.go.wait(60)
 
     def on_completion_end(self, _: CompletionEnd) -> None: ...
 
@@ -54,7 +54,7 @@ def test_a_reading_thread_that_hangs_is_told_by_health(
     monkeypatch.setattr(ring_feed, "STALLED_S", 0.3)
     hanging = Hanging()
     with world(tmp_path, observers=(hanging,)) as w, w.client() as client:
-        assert client.get("/health").json()["status"] == "ready"
+        until(lambda: client.get("/health").json()["status"] == "ready")
         assert w.upstream.ring is not None
         w.upstream.ring.rows(1, 0, [1])
         until(lambda: client.get("/health").json()["status"] == "degraded")

@@ -155,6 +155,7 @@ def test_a_client_that_leaves_has_the_scores_so_far(tmp_path: Path) -> None:
             raw = next(answer.iter_bytes())
         found = msgspec.json.decode(raw[6:].split(b"\n")[0])["id"]
         w.upstream.wait_for(lambda: w.upstream.last.was_cancelled)
+        until(lambda: fetch(w, found).json()["is_final"])
         kept = fetch(w, found).json()
     assert (kept["status"], kept["is_final"]) == ("cancelled", True)
 

@@ -62,7 +62,7 @@ class World:
 
     def stop_upstream(self) -> None:
         """The engine's process is gone; its ring stays, as memory does."""
-        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(20)
+        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(60)
 
 
 @contextmanager
@@ -166,7 +166,7 @@ async def _uvicorn(serving: uvicorn.Server, listener: socket.socket) -> Any:
 def _client(url: str, **more: Any) -> httpx.Client:
     # Without this it reads every certificate of the machine, and there is no TLS here.
     unused = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    return httpx.Client(base_url=url, timeout=20.0, trust_env=False, verify=unused, **more)
+    return httpx.Client(base_url=url, timeout=60.0, trust_env=False, verify=unused, **more)
 
 
 @contextmanager
@@ -177,7 +177,7 @@ def _loop() -> Iterator[asyncio.AbstractEventLoop]:
     try:
         yield loop
     finally:
-        asyncio.run_coroutine_threadsafe(_settled(), loop).result(20)
+        asyncio.run_coroutine_threadsafe(_settled(), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
@@ -192,7 +192,7 @@ async def _settled() -> None:
 @contextmanager
 def _within(loop: asyncio.AbstractEventLoop, opened: Any) -> Iterator[Any]:
     def run(work: Coroutine[Any, Any, Result]) -> Result:
-        return asyncio.run_coroutine_threadsafe(work, loop).result(30)
+        return asyncio.run_coroutine_threadsafe(work, loop).result(60)
 
     value = run(opened.__aenter__())
     try:

@@ -34,6 +34,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 READY_S: Final = 300.0  # for an engine to start on a busy machine
 END_S: Final = 60.0  # for a command that was told to end
 SAMPLE_S: Final = 0.1
+HEALTH_TIMEOUT_S: Final = 3.0  # after so long GET /health counts as silent
 _COMPLETION: Final = b"clairai.proxy.processes.completion_process"
 _SIZES: Final = {"r": 16 << 20, "c": 256 << 20, "o": 16 << 20, "s": 64 << 20}
 # Made in the temporary folder by vLLM for torch.distributed, and by torch as a cache: both stay
@@ -109,7 +110,7 @@ class HealthLog:
     """Asks for the health again and again, over one connection, and keeps the answers."""
 
     def __init__(self, url: str) -> None:
-        self._client = httpx.Client(base_url=url, timeout=3.0, trust_env=False)
+        self._client = httpx.Client(base_url=url, timeout=HEALTH_TIMEOUT_S, trust_env=False)
         self._samples: list[Sample] = []
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="health", daemon=True)

@@ -56,7 +56,7 @@ class Served:
 
     def get(self, path: str, key: str = KEY) -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return httpx.get(f"{self.url}{path}", headers=headers, timeout=20, trust_env=False)
+        return httpx.get(f"{self.url}{path}", headers=headers, timeout=60, trust_env=False)
 
     def health(self) -> dict[str, Any]:
         """None of it while nobody listens."""
@@ -71,7 +71,7 @@ class Served:
 
     def await_ready(self) -> None:
         until(lambda: "is served on" in self.said() or self._is_over())
-        assert self.health()["status"] == "ready", self.said()
+        self.await_status("ready")
 
     def _is_over(self) -> bool:
         if self.process.poll() is not None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from clairai.local.heartbeat import read_process_state
 from clairai.proxy.access_keys import AccessKey
 from clairai.proxy.observe.metrics import Metrics
+from clairai.proxy.processes import first_process
 from clairai.proxy.processes.first_process import CompletionProcesses
 from clairai.proxy.proxy_settings import Limits
 from tests.http.answers import CHAT, collect_scores, expected
 from tests.http.fake import Exchange, Script, answering
-from tests.http.world import World, world
+from tests.http.world import PATIENT, World, world
 from tests.process import fault_injection
 from tests.process.served import Serve
 from tests.process.served import serve as serve
+from tests.process.test_serving import QUICK_S
 from tests.support.ring_engine import until
 
 pytestmark = pytest.mark.timeout(240)
@@ -38,12 +41,26 @@ READY_S = 60.0  # two interpreters start, on a busy machine
 SCORED = {"messages": [], "clairai": {"probes": "all"}}
 NAMED = {"messages": [], "stream": True, "clairai": {"events": "named"}}
 TOKENS = [72, 105, 33]
+SILENT = replace(PATIENT, head=600.0)  # connections that say nothing are kept
 DONE = "[DONE]"
 ONE, OTHER = "key-of-one-client", "key-of-another-client"
 KEYS = (
     AccessKey.of(ONE, name="one", rights=("read",)),
     AccessKey.of(OTHER, name="other", rights=("read", "steer")),
 )
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is only slow, on a busy machine, is asked and gets connections as well."""
+    monkeypatch.setattr(first_process, "ANSWER_S", READY_S)
+    monkeypatch.setattr(first_process, "LATE_S", READY_S)
+
+
+def keep_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody ends a process that is suspended but the test."""
+    for name in ("STOPPED_S", "SILENT_S"):
+        monkeypatch.setattr(first_process, name, 600.0)
 
 
 @contextmanager
@@ -56,12 +73,14 @@ def two_processes(folder: Path, **settings: Any) -> Iterator[World]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with two_processes(tmp_path_factory.mktemp("w"), keys=KEYS) as w:
+    with two_processes(tmp_path_factory.mktemp("w"), keys=KEYS, timeouts=SILENT) as w:
         yield w
 
 
 @pytest.fixture
 def w(shared: World) -> World:
+    # New ones go where there are fewest: those of the test before must not count.
+    until(lambda: not any(processes(shared).num_connections().values()))
     shared.upstream.forget()
     shared.upstream.script = answering(TOKENS)
     return shared
@@ -228,7 +247,7 @@ def test_a_body_that_comes_with_its_head_moves_with_the_connection(w: World) -> 
         [head + body[:5], body[5:]],
         [head[:9], head[9:] + body],
     ):
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
             sock.sendall(b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
             read_until(sock, b'{"live":true}')
             for part in parts:
@@ -252,23 +271,24 @@ def test_every_scrape_adds_up_the_counts_of_all_processes(w: World) -> None:
         go.set()
         for stream in streams:
             stream.read()
-    until(lambda: samples(w)["clairai_streams{}"] == 0)
-    after = samples(w)
-    check_sums(after)
-    for name, grown in {
+    expected_growth = {
         "clairai_completions_total{}": 4,
         "clairai_completions_ended_total{outcome=done}": 4,
         "clairai_tokens_total{}": 8,
         "clairai_rows_total{}": 4,
         "clairai_requests_total{route=POST /v1/chat/completions,status=2xx}": 4,
-    }.items():
-        assert after[name] - before.get(name, 0) == grown, name
-    assert after["clairai_completion_processes{}"] == 2
-    assert (
-        after["clairai_generated_score_count{probe=token}"]
-        - before.get("clairai_generated_score_count{probe=token}", 0)
-        == 4
-    )
+        "clairai_generated_score_count{probe=token}": 4,
+    }
+
+    def growth() -> dict[str, float]:
+        now = samples(w)
+        check_sums(now)
+        assert now["clairai_completion_processes{}"] == 2
+        return {name: now.get(name, 0) - before.get(name, 0) for name in expected_growth}
+
+    # Who watches may be told of an answer's rows after its client.
+    until(lambda: growth() == expected_growth)
+    assert samples(w)["clairai_streams{}"] == 0
 
 
 def test_rows_of_nobody_are_orphaned_once_however_many_read_the_ring(w: World) -> None:
@@ -282,9 +302,10 @@ def test_rows_of_nobody_are_orphaned_once_however_many_read_the_ring(w: World) -
 
 
 def test_a_changed_bank_is_known_to_every_process_when_the_change_is_answered(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even to one that was suspended meanwhile, and to one that only now reads older rows."""
+    keep_suspended(monkeypatch)
     with two_processes(tmp_path) as w, ExitStack() as stack:
         clients = [stack.enter_context(w.client()) for _ in range(4)]
         named = {"messages": [], "clairai": {"probes": ["token"]}}
@@ -320,7 +341,8 @@ def test_scores_that_ended_with_a_process_are_said_to_be_lost(tmp_path: Path) ->
 
 def test_limits_hold_for_all_processes_together(tmp_path: Path) -> None:
     go = threading.Event()
-    limits = Limits(streams=3, client_json_rate=1 << 10, client_json_burst=8 << 10)
+    # Next to nothing is added while the test runs, however long that is.
+    limits = Limits(streams=3, client_json_rate=1, client_json_burst=8 << 10)
     with two_processes(tmp_path, limits=limits, script=holding(go)) as w, ExitStack() as stack:
         clients = [stack.enter_context(w.client()) for _ in range(4)]
         streaming = SCORED | {"stream": True}
@@ -338,7 +360,8 @@ def test_limits_hold_for_all_processes_together(tmp_path: Path) -> None:
 
 
 def test_connections_of_all_processes_are_counted_together(tmp_path: Path) -> None:
-    with two_processes(tmp_path, limits=Limits(connections=8)) as w, ExitStack() as stack:
+    bounds = Limits(connections=8)
+    with two_processes(tmp_path, limits=bounds, timeouts=SILENT) as w, ExitStack() as stack:
         port = int(w.url.rpartition(":")[2])
         for _ in range(6):  # three quarters: what one peer may have
             stack.enter_context(socket.create_connection(("127.0.0.1", port)))
@@ -389,6 +412,12 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+def is_told_of_process(w: World, number: int) -> bool:
+    with w.client() as asking:
+        health = asking.get("/health").json()
+    return health["status"] == "degraded" and f"completion process {number}" in health["reason"]
+
+
 TOLD = "the process of the proxy that gave this answer {} and was ended; ask again"
 
 
@@ -406,11 +435,10 @@ def test_a_process_that_ends_stops_or_hangs_takes_its_own_streams_and_is_replace
         until(lambda: samples(w)["clairai_streams{}"] == 4)
         first = samples(w)
         plant(before[1])
+        # From now on: it is so only until the next process is ready.
+        until(lambda: is_told_of_process(w, 1), READY_S)
         until(lambda: before[1] not in processes(w).ready_pids().values(), READY_S)
-        with w.client() as asking:
-            health = asking.get("/health").json()
-        assert health["status"] == "degraded"
-        assert "completion process 1" in health["reason"]
+        until(lambda: samples(w)["clairai_completions_cut_off_total{}"])
         cut = samples(w)
         check_sums(cut)
         assert all(cut[name] >= value for name, value in first.items() if "_total{" in name)
@@ -476,7 +504,11 @@ def check_scores_on_both(w: World) -> None:
             assert collect_scores([answer])[0].scores == expected(TOKENS)
 
 
-def test_a_suspended_process_gets_no_new_connections(tmp_path: Path) -> None:
+def test_a_suspended_process_gets_no_new_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_suspended(monkeypatch)
+    monkeypatch.setattr(first_process, "LATE_S", 2.0)
     with two_processes(tmp_path) as w:
         pids = processes(w).ready_pids()
         os.kill(pids[1], signal.SIGSTOP)
@@ -523,8 +555,9 @@ def test_a_process_without_descriptors_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_a_connection_that_a_process_had_not_taken_when_it_ended_is_answered(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    keep_suspended(monkeypatch)
     script = answering(TOKENS)
     with (
         two_processes(tmp_path, script=script) as w,
@@ -593,12 +626,12 @@ def test_the_service_ends_as_asked_and_has_said_what_it_answered(serve: Serve) -
     for pid in completion_pids(served.process.pid):
         assert key.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
         assert key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
-    headers = {"Authorization": f"Bearer {key}"}
+    more: Any = {"headers": {"Authorization": f"Bearer {key}"}, "timeout": 60, "trust_env": False}
     for _ in range(2):
-        answer = httpx.post(f"{served.url}{CHAT}", json=SCORED, headers=headers, trust_env=False)
+        answer = httpx.post(f"{served.url}{CHAT}", json=SCORED, **more)
         scores = answer.json()["choices"][0]["probe_scores"]["scores"]
         assert scores == [[72.0, 4.0], [105.0, 5.0], [None, None]]
-    assert served.end() < 15.0
+    assert served.end() < QUICK_S
     assert served.process.returncode == 0
     served.check_nothing_left()
     assert served.said().count("completion route=/v1/chat/completions status=200") == 2

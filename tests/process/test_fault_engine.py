@@ -14,6 +14,7 @@ from tests.process.fault_cell import References
 from tests.process.fault_load import PROMPT
 from tests.process.fault_matrix import Cell, Fault, Role, State
 from tests.process.run_faults import Kind, Life, site
+from tests.process.test_fault_matrix import patient as patient
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

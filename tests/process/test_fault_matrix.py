@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.process import toy_engine
+from tests.process import fault_cell, faulted_service, toy_engine
 from tests.process.fault_cell import (
     ANSWER_TOKENS,
     NUM_COMPLETION,
@@ -38,6 +38,22 @@ from tests.process.faulted_service import Disks, FaultedService, small_disks
 pytestmark = pytest.mark.timeout(300)
 
 TOY = "toy"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patient() -> Iterator[None]:
+    """How soon a fault is noticed is what `make faults` says; here the machine may be busy.
+
+    A fault that nobody notices is still caught: an engine that only makes no progress has minutes.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fault_cell, "NOTICE_S", 60.0)
+        patch.setattr(fault_cell, "STREAM_END_S", 90.0)
+        patch.setattr(fault_cell, "GO_ON_S", 60.0)
+        patch.setattr(fault_cell, "RECOVER_S", 90.0)
+        patch.setattr(fault_cell, "SINCE_SLACK_S", 5.0)
+        patch.setattr(faulted_service, "HEALTH_TIMEOUT_S", 20.0)
+        yield
 
 
 class NoWeights:

@@ -22,7 +22,11 @@ from tests.process.served import serve as serve
 
 pytestmark = pytest.mark.timeout(240)
 
-NOTICED_S = 10.0
+# On a busy machine; it takes 3 s if a process is suspended. Nobody else ends these streams: an
+# engine that only makes no progress has minutes.
+NOTICED_S = 50.0
+STALL_LIMIT_S = 20.0
+BEAT_S = 2.0  # so old the last beat may be when a core begins to hang
 RESTART = ("--on-death", "restart")
 
 
@@ -42,9 +46,21 @@ def check_streams_end(streams: list[OpenStream], since_s: float) -> None:
         assert stream.ended_s - since_s < NOTICED_S
 
 
+def await_reason(served: Served, reason: str) -> dict[str, Any]:
+    """The first health with this reason: what follows may have another."""
+    found: list[dict[str, Any]] = []
+
+    def is_told() -> bool:
+        found.append(served.health())
+        return reason in (found[-1].get("reason") or "")
+
+    until(is_told)
+    return found[-1]
+
+
 def check_restarted(served: Served, old_pids: list[int]) -> None:
     until(lambda: served.said().count("is served on") == 2)
-    assert served.health()["status"] == "ready"
+    served.await_status("ready")
     assert not set(old_pids) & set(served.engine_pids())
     assert len(list(served.runtime.glob("s-*"))) == 1
 
@@ -71,10 +87,9 @@ def test_a_core_whose_connections_are_closed_is_replaced_although_everything_bea
     served, streams = serving_streams(serve, *RESTART)
     pids, began, began_s = served.engine_pids(), time.time(), time.monotonic()
     close_connections(served.beat_of("engine-core").pid)
-    until(lambda: served.health()["status"] != "ready")
-    health = served.health()
+    health = await_reason(served, "has lost its connection to the engine core")
+    assert health["status"] != "ready"
     assert "the API server" in health["reason"]
-    assert "has lost its connection to the engine core" in health["reason"]
     assert began <= health["since"] < began + NOTICED_S
     check_streams_end(streams, began_s)
     check_restarted(served, pids)
@@ -85,11 +100,10 @@ def test_health_says_what_is_suspended_and_since_when(serve: Serve) -> None:
     served, streams = serving_streams(serve, *RESTART)
     pid, began = served.beat_of("worker").pid, time.time()
     os.kill(pid, signal.SIGSTOP)
-    until(lambda: served.health()["status"] != "ready")
+    health = await_reason(served, f"a worker (process {pid}) is suspended")
     noticed = time.time()
     assert noticed - began < NOTICED_S
-    health = served.health()
-    assert f"a worker (process {pid}) is suspended" in health["reason"]
+    assert health["status"] != "ready"
     assert began <= health["since"] <= noticed
     check_streams_end(streams, time.monotonic())
 
@@ -108,16 +122,17 @@ def test_without_a_restart_a_suspended_worker_ends_the_service_with_a_reason(
 
 @pytest.mark.attack(413)
 def test_a_core_that_hangs_is_told_in_health_and_ended_after_the_limit(serve: Serve) -> None:
-    served, streams = serving_streams(serve, *RESTART, "--stall-limit", "12")
+    served, streams = serving_streams(serve, *RESTART, "--stall-limit", f"{STALL_LIMIT_S:g}")
     pids, began_s = served.engine_pids(), time.monotonic()
     hang = Path(f"{served.gate}.hang")
     hang.touch()
-    degraded = served.await_status("degraded")
-    assert time.monotonic() - began_s < NOTICED_S
+    degraded = await_reason(served, "makes no progress")
+    assert degraded["status"] == "degraded"
     assert "the engine core" in degraded["reason"]
-    assert "makes no progress" in degraded["reason"]
-    assert all(stream.ended_s is None for stream in streams)  # it may still recover
     assert streams[0].wait_for_error()["code"] == "engine-gone"
+    # Not when that was noticed: it might have recovered.
+    assert streams[0].ended_s is not None
+    assert streams[0].ended_s - began_s > STALL_LIMIT_S - BEAT_S
     hang.unlink()
     check_restarted(served, pids)
 
@@ -138,7 +153,7 @@ def test_a_suspended_api_server_is_replaced_and_new_requests_do_not_hang(serve: 
     served, streams = serving_streams(serve, *RESTART)
     pids, began_s = served.engine_pids(), time.monotonic()
     os.kill(served.server_pid(), signal.SIGSTOP)
-    refused = httpx.get(f"{served.url}/v1/models", timeout=30, trust_env=False)
+    refused = httpx.get(f"{served.url}/v1/models", timeout=60, trust_env=False)
     assert refused.status_code == 503
     assert time.monotonic() - began_s < NOTICED_S
     check_streams_end(streams, began_s)

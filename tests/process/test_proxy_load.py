@@ -94,11 +94,11 @@ class ProxyProcess:
 
     def is_healthy(self) -> bool:
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/health", timeout=20, trust_env=False).status_code == 200
+            return httpx.get(f"{self.url}/health", timeout=60, trust_env=False).status_code == 200
         return False
 
     def ask(self, body: dict[str, Any]) -> httpx.Response:
-        return httpx.post(f"{self.url}{CHAT}", json=body, timeout=20, trust_env=False)
+        return httpx.post(f"{self.url}{CHAT}", json=body, timeout=60, trust_env=False)
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def proxy_process(runtime: Path, *, max_files: int | None = None) -> Iterator[Pr
             yield made
         finally:
             process.send_signal(signal.SIGTERM)
-            process.wait(30)
+            process.wait(60)
 
 
 def put_all_but_one_byte(proxy: ProxyProcess, held: ExitStack) -> bytes:

@@ -11,6 +11,7 @@ import resource
 import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import httpx
@@ -22,7 +23,7 @@ from tests.process.served import serve as serve
 
 pytestmark = pytest.mark.timeout(240)
 
-QUICK_S = 15.0  # on a busy machine; it takes one or two
+QUICK_S = 30.0  # it takes one or two; an engine that does not obey has more than this
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "model": "toy"}
 EXPECTED = [[72.0, 4.0], [105.0, 5.0], [None, None]]  # tests/http/fake.py: token id, position
 
@@ -94,10 +95,17 @@ def test_a_signal_during_the_start_ends_everything(serve: Serve) -> None:
 def test_a_second_ctrl_c_kills_what_has_not_ended(serve: Serve) -> None:
     served = serve(behaviour="deaf")
     served.await_ready()
+    server = served.server_pid()
     served.process.send_signal(signal.SIGINT)
+    until(lambda: "Ctrl-C once more" in served.said())
+    stopping_s = time.monotonic()
     with pytest.raises(subprocess.TimeoutExpired):
-        served.process.wait(0.8)  # it ignores SIGTERM; signals at the same moment count as one
-    assert served.end() < process_guard.TERM_S / 2
+        served.process.wait(0.8)  # signals at the same moment count as one
+    served.process.send_signal(signal.SIGINT)
+    until(lambda: not Path(f"/proc/{server}").exists())
+    # It ignores SIGTERM: without the second signal it would have so long.
+    assert time.monotonic() - stopping_s < process_guard.TERM_S
+    served.process.wait(60)
     assert served.process.returncode == 0
     served.check_nothing_left()
 
@@ -134,7 +142,7 @@ def test_an_engine_that_dies_is_started_again_and_scores_come_from_the_new_one(
     gone = served.await_status("starting")
     assert "/" not in gone["reason"]
     until(lambda: served.said().count("is served on") == 2)
-    assert served.health()["status"] == "ready"
+    served.await_status("ready")
     assert served.get("/v1/clairai").json()["epoch"] != first
     _check_scores(served)
     served.end(signal.SIGHUP)

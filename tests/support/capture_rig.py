@@ -97,7 +97,7 @@ class Rig:
     def ended(self, request_id: str, state: str) -> capture_messages.Captured:
         """Say that the caller has the last token, and wait until the answer has this state."""
         asked = capture_messages.FindCaptures((request_id,), is_ended=True)
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 60
         while True:
             reply = self.capture.answer(asked)
             assert isinstance(reply, capture_messages.Captures)
@@ -138,7 +138,7 @@ class InProcessRig(Rig):
     def settle(self) -> None:
         done = threading.Event()
         self.collector._inbox.put(done.set)
-        assert done.wait(10)
+        assert done.wait(60)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import pytest
 from clairai.store.disk import LocalDisk, LocalFile
 from clairai.store.write import WriterLimits
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 QUICK = WriterLimits(shard_nbytes=1, retry_s=0.005, reserve_nbytes=0)
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.ring_engine import until
+from tests.support.ring_engine import DEADLINE_S, until
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ def footprint() -> Footprint:
 
 
 @contextmanager
-def nothing_left_behind(timeout_s: float = 2.0) -> Iterator[Footprint]:
+def nothing_left_behind(timeout_s: float = DEADLINE_S) -> Iterator[Footprint]:
     """Fail unless the process soon holds again what it held before."""
     gc.collect()  # free what earlier tests have dropped, before the block
     before = footprint()

@@ -27,6 +27,7 @@ from clairai.weights.pack import HostPacker, PackedBuffer, open_sources
 from clairai.weights.socket_server import FROM_ENGINE
 from clairai.wire.ring_messages import Refusal
 from clairai.wire.weights_messages import BufferOffer
+from tests.support.ring_engine import DEADLINE_S
 from tests.support.weights import ToyLlm, engine, plan, weights
 
 
@@ -62,9 +63,9 @@ class Target:
     @contextmanager
     def connected(self) -> Iterator[socket.socket]:
         with socket.socket(socket.AF_UNIX) as sock:
-            sock.settimeout(10)
+            sock.settimeout(DEADLINE_S)
             sock.connect(os.fspath(self.llm.updater.receiver.path))
-            Connection(sock, FROM_ENGINE, max_fds=4).receive(10)  # the greeting
+            Connection(sock, FROM_ENGINE, max_fds=4).receive(DEADLINE_S)  # the greeting
             yield sock
 
     def offered(self, offer: BufferOffer | bytes, fds: tuple[int, ...] = ()) -> str:
@@ -89,7 +90,7 @@ def said(sock: socket.socket, offer: BufferOffer | bytes, fds: tuple[int, ...] =
     if isinstance(offer, bytes):
         sock.shutdown(socket.SHUT_WR)
     try:
-        answer, _ = Connection(sock, FROM_ENGINE, max_fds=4).receive(10)
+        answer, _ = Connection(sock, FROM_ENGINE, max_fds=4).receive(DEADLINE_S)
     except ConnectionError:
         return "hung up"
     return answer.reason if isinstance(answer, Refusal) else ""
