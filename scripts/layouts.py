@@ -22,6 +22,7 @@ _PARALLEL: Final = "tests/engine/test_tensor_parallel.py"
 _PIPELINE: Final = "tests/engine/test_pipeline_parallel.py"
 _WEIGHTS: Final = "tests/engine/test_weights_ranks.py"
 _FAULTS: Final = "tests/engine/test_rank_faults.py"
+_CORES: Final = "tests/engine/test_data_parallel.py"
 _SPECULATION: Final = "tests/engine/test_speculation.py"
 
 
@@ -68,11 +69,12 @@ LAYOUTS: Final = (
         "pipeline parallel, 2 stages of 2 ranks",
         (_PIPELINE, _WEIGHTS, "-k", "pp2 and tp2"),
     ),
-    Layout("data parallel, 2 engine cores", ("tests/engine/test_data_parallel.py",)),
+    Layout("data parallel, 2 engine cores", (_CORES, "-k", "plain")),
     _refuse_all("prefill context parallel", "rows are split between ranks"),
     _refuse_all("dual batch overlap", "the batch is cut inside the forward"),
     Layout("speculative decoding, one rank", (_SPECULATION, "-k", "not tp2")),
     Layout("speculative decoding, tensor parallel, 2 ranks", (_SPECULATION, "-k", "tp2")),
+    Layout("speculative decoding, data parallel, 2 engine cores", (_CORES, "-k", "speculating")),
     Layout(
         "KV connector `ExampleConnector`",
         ("tests/engine/test_kv_connector.py",),

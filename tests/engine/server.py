@@ -99,7 +99,7 @@ def rows_of(url: str, handle: dict[str, Any], **headers: str) -> httpx.Response:
 
 def settled(url: str, handle: dict[str, Any]) -> dict[str, Any]:
     """What became of a capture; on a busy machine its rows are safe only after the response."""
-    assert handle["state"] in ("writing", "kept"), handle
+    assert handle["state"] in ("open", "writing", "kept"), handle
     found: dict[str, Any] = {}
 
     def is_settled() -> bool:

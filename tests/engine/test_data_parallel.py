@@ -75,9 +75,21 @@ def _deep_probe(name: str, seed: int) -> Probe:
     return Probe(name, DEEP, direction_D)
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(0, id="plain"),
+        pytest.param(3, id="speculating", marks=pytest.mark.layouts),
+    ],
+)
+def num_drafts(request: pytest.FixtureRequest) -> int:
+    """How many tokens the cores draft in a step."""
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
-def captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("captures") / "store"
+def captures(num_drafts: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp(f"captures-{num_drafts}") / "store"
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +99,25 @@ def adapter(cut_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(
-    cut_model: Path, captures: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory
+    cut_model: Path,
+    num_drafts: int,
+    captures: Path,
+    adapter: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
     scratch = tmp_path_factory.mktemp("cores")
-    options = (*OPTIONS, "--lora-modules", f"{ADAPTER}={adapter}")
+    options = (*OPTIONS, *_speculate(num_drafts), "--lora-modules", f"{ADAPTER}={adapter}")
     deep, ours = [_deep_probe("deep", 1)], ("--capture", str(captures))
     with serving(cut_model, scratch, options, CPU, deep, ours) as found:
         yield found
+
+
+def _speculate(num_drafts: int) -> tuple[str, ...]:
+    if not num_drafts:
+        return ()
+    given = {"method": "ngram", "num_speculative_tokens": num_drafts}
+    given |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    return ("--speculative-config", json.dumps(given))
 
 
 class Collector:
@@ -185,7 +209,7 @@ async def _load(served: Served, rng: np.random.Generator) -> dict[int, Sent]:
     return {one.stream: one for one in sent}
 
 
-def test_every_row_of_both_cores_belongs_to_its_request(served: Served) -> None:
+def test_every_row_of_both_cores_belongs_to_its_request(served: Served, num_drafts: int) -> None:
     collector = Collector(served.rings())
     try:
         sent = asyncio.run(_load(served, np.random.default_rng(3)))
@@ -196,7 +220,7 @@ def test_every_row_of_both_cores_belongs_to_its_request(served: Served) -> None:
     finally:
         collector.close()
     names = [one.name for one in bank.probes]
-    verdict = _judge(collector, sent, served.vocabulary_VD, names, lost)
+    verdict = _judge(collector, sent, served.vocabulary_VD, names, lost, num_drafts)
     assert verdict.wrong == []
     assert (verdict.unaccounted, verdict.lost) == (0, 0)
     assert min(verdict.cached_tokens, verdict.recomputed_rows, verdict.aborted) > 0
@@ -205,12 +229,34 @@ def test_every_row_of_both_cores_belongs_to_its_request(served: Served) -> None:
         assert len(streams) > NUM_REQUESTS // 8
 
 
+def test_cores_that_speculate_have_drafts_accepted_and_rejected(
+    served: Served, num_drafts: int
+) -> None:
+    """Else a run with drafts would say nothing."""
+    with served.client() as client:
+        metrics = client.get("/metrics").text
+    for core in (0, 1):
+        proposed, accepted = (
+            sum(
+                float(value)
+                for value in re.findall(
+                    rf'^vllm:spec_decode_num_{kind}_tokens_total{{engine="{core}".*}} (\S+)$',
+                    metrics,
+                    re.MULTILINE,
+                )
+            )
+            for kind in ("draft", "accepted")
+        )
+        assert (accepted > 10) == (proposed - accepted > 10) == (num_drafts > 0)
+
+
 def _judge(
     collector: Collector,
     sent: dict[int, Sent],
     vocabulary_VD: NDArray[np.float32],
     names: list[str],
     lost: int,
+    num_drafts: int,
 ) -> Verdict:
     """All rows of both rings at once: a request's rows are in one of them."""
     records = [one for of_core in collector.records for one in of_core]
@@ -219,7 +265,8 @@ def _judge(
     columns = [names.index(f"embedding:{i}") for i in range(attribution.NUM_PROBES)]
     ours = np.isin(rows["stream"], np.array(list(sent), np.uint64))
     expected_VP = vocabulary_VD @ attribution.projections(vocabulary_VD)
-    return attribution.judge(rows[ours], scores_RP[ours][:, columns], sent, expected_VP, lost)
+    scores_RP = scores_RP[ours][:, columns]
+    return attribution.judge(rows[ours], scores_RP, sent, expected_VP, lost, num_drafts)
 
 
 def test_the_proxy_gives_every_answer_its_scores_whichever_core_wrote_it(served: Served) -> None:
@@ -340,7 +387,7 @@ async def _capture(
     tokens = [[*prompt, *one["token_ids"]][:-1] for one in answer["choices"]]
     told = answer["clairai"]["capture"]
     # On a busy machine the rows are safe only after the response.
-    assert told["state"] in ("writing", "kept")
+    assert told["state"] in ("open", "writing", "kept")
     assert (told["lost"], told.get("reason")) == (0, None)
     return Kept(told["id"], tokens)
 

@@ -322,11 +322,6 @@ def check_core_settings(vllm_config: Any, captures: CaptureSettings | None) -> N
         return
     if captures is not None:
         captures.check_for_cores()
-    if _is_speculating(vllm_config):
-        raise UnsupportedError(
-            "speculative decoding with data parallelism was not tried; run one server for each "
-            "engine core, or leave out --speculative-config"
-        )
 
 
 def check_speculation(vllm_config: Any, settings: Settings) -> None:

@@ -262,14 +262,6 @@ def test_speculation_goes_with_several_ranks_and_not_with_stages(
     assert reason.startswith("speculative decoding with pipeline parallelism")
 
 
-def test_speculation_goes_with_one_engine_core_alone() -> None:
-    speculating = config("speculative_config", SimpleNamespace(method="eagle"))
-    check_engine.check_core_settings(speculating, None)
-    speculating.parallel_config.data_parallel_size = 2
-    with pytest.raises(UnsupportedError, match="speculative decoding with data parallelism"):
-        check_engine.check_core_settings(speculating, None)
-
-
 @pytest.mark.parametrize("asked", [{"steering": True}, {"capture": {"folder": "captures"}}])
 def test_on_a_gpu_speculation_goes_with_neither_steering_nor_captures(asked: Any) -> None:
     speculating = config("speculative_config", SimpleNamespace(method="eagle"))
