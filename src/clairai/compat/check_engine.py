@@ -203,6 +203,11 @@ REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
         _is_set("parallel_config.enable_elastic_ep"),
     ),
     (
+        "ranks on several machines that vLLM starts itself, --nnodes (each machine has settings of "
+        "its own, which nothing compares; use distributed_executor_backend ray)",
+        _over_one("parallel_config.nnodes"),
+    ),
+    (
         "prefill context parallelism (rows are split between ranks)",
         _over_one("parallel_config.prefill_context_parallel_size"),
     ),

@@ -70,6 +70,7 @@ MODES = [
     ("parallel_config.data_parallel_backend", "ray", "data parallelism with Ray"),
     ("parallel_config.enable_elastic_ep", True, "elastic expert parallelism"),
     ("parallel_config.use_sequence_parallel_moe", True, "sequence-parallel residuals"),
+    ("parallel_config.nnodes", 2, "ranks on several machines that vLLM starts itself"),
     ("parallel_config.prefill_context_parallel_size", 2, "prefill context parallelism"),
     ("parallel_config.enable_dbo", True, "dual batch overlap"),
     ("parallel_config.ubatch_size", 2, "dual batch overlap"),
