@@ -70,6 +70,7 @@ LAYOUTS: Final = (
         (_PIPELINE, _WEIGHTS, "-k", "pp2 and tp2"),
     ),
     Layout("data parallel, 2 engine cores", (_CORES, "-k", "plain")),
+    Layout("data parallel, 2 engine cores of 3 ranks", (_CORES, "-k", "tensor-3")),
     _refuse_all("prefill context parallel", "rows are split between ranks"),
     _refuse_all("dual batch overlap", "the batch is cut inside the forward"),
     Layout("speculative decoding, one rank", (_SPECULATION, "-k", "not tp2")),
