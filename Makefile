@@ -8,6 +8,9 @@ BIN := .venv/bin
 JOBS ?= 2
 PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder --timeout 120
 
+# two tests share the cores: threads of one that wait must not spin
+check test wide: export OMP_WAIT_POLICY := PASSIVE
+
 # of make models: what vLLM's multimodal models import, of no use to anything else here
 MODEL_PACKAGES := build/models/packages
 

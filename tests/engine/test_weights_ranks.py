@@ -102,7 +102,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     scope="module",
     params=[
         pytest.param((2, 1), id="tp2"),
-        pytest.param((1, 2), id="pp2"),
+        pytest.param((1, 2), id="pp2", marks=pytest.mark.layouts),
         pytest.param((2, 2), id="tp2-pp2", marks=pytest.mark.layouts),
     ],
 )

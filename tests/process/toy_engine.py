@@ -30,7 +30,7 @@ from tests.support.ring_engine import running_engine
 
 PACE_S: Final = 0.02
 ROUND_S: Final = 0.25
-SETTLE_S: Final = 30.0  # for rows to be safe, on a busy machine
+SETTLE_S: Final = 10.0  # for rows to be safe, on a busy machine
 FIRST_TOKEN: Final = 1000
 _CONSUMER: Final = "fs"
 
