@@ -564,7 +564,7 @@ def _check_cores(served: Served, model: Path, version: int) -> None:
             client.get("/v1/clairai")  # returns when all is published
             state = client.get("/v1/weights").json()
         assert (state["version"], state["is_torn"]) == (version, False)
-        assert len({rank["epoch"] for rank in state["ranks"]}) == len(state["ranks"]) >= 2
+        assert len({rank["epoch"] for rank in state["ranks"]}) == 2
         collector.finish()
         for core in (0, 1):
             reader, records = collector.readers[core], collector.records[core]
@@ -638,7 +638,9 @@ def test_every_answer_under_load_is_of_one_version_whichever_cores_wrote_it(
         one = Sent(first + len(sent), rng.integers(5, 30000, 20).tolist(), False)
         sent.append(one)
         body = _body(one, int(rng.integers(4, MAX_NEW))) | {"n": 2}
-        answer = await engine.post("/v1/completions", json=body)
+        # A connection of its own: one that waits while weights are sent may be closed for that.
+        headers = {"Connection": "close"}
+        answer = await engine.post("/v1/completions", json=body, headers=headers)
         assert answer.status_code == 200, answer.text
         begun.set()
 
