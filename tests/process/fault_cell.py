@@ -482,13 +482,6 @@ class FaultRun:
     def _check_answer(self) -> None:
         """One more request: its tokens, scores and rows are right, with whole weights."""
         with self.service.client() as client:
-            if self.fault is Fault.NO_FDS:
-                # libuv closes what waits to be accepted meanwhile, and perhaps the next one, too.
-                wait_for(
-                    lambda: self._ask(client, Ask(ANSWER_TOKENS)).is_whole,
-                    RECOVER_S,
-                    "a request is answered again",
-                )
             answer = self._ask(client, Ask(ANSWER_TOKENS, captures=True))
         assert not answer.error, f"a request afterwards fails: {answer.error}"
         found = which_weights(answer, self.references)

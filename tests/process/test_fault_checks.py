@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.process import fault_cell, fault_injection
+from tests.process import fault_cell, fault_injection, toy_engine
 from tests.process.fault_cell import FaultRun, References, Seen, are_close, which_weights
 from tests.process.fault_injection import SmallDisk
 from tests.process.fault_load import Answer, Load
@@ -257,3 +258,28 @@ def test_a_full_disk_takes_no_byte_until_there_is_room(tmp_path: Path) -> None:
         (disk.folder / "more").write_bytes(b"1")
     finally:
         disk.close()
+
+
+def test_an_asker_of_the_toy_that_is_cancelled_leaves_the_next_one_its_own_reply() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        engine = toy_engine.Link(theirs)
+        engine.send({"epoch": 1})
+        client = toy_engine.EngineClient(toy_engine.Link(ours))
+
+        async def ask() -> dict[str, Any]:
+            gone = asyncio.create_task(client.ask(number=1))
+            (asked,) = await asyncio.to_thread(engine.receive) or []
+            gone.cancel()
+            await asyncio.wait({gone})
+            next_one = asyncio.create_task(client.ask(number=2))
+            for _ in range(10):  # rounds of the loop, in which it would ask
+                await asyncio.sleep(0)
+            with pytest.raises(BlockingIOError):  # it waits until the first reply has been read
+                theirs.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+            engine.send(asked)
+            (asked,) = await asyncio.to_thread(engine.receive) or []
+            engine.send(asked)
+            return await next_one
+
+        assert asyncio.run(ask()) == {"number": 2}

@@ -154,6 +154,10 @@ class EngineClient:
         self.epoch = int(first["epoch"])
 
     async def ask(self, **message: Any) -> dict[str, Any]:
+        """Its reply is read although the asker is cancelled: the next one would get it."""
+        return await asyncio.shield(asyncio.create_task(self._ask(message)))
+
+    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         async with self._asking:
             self._link.send(message)
             received = await asyncio.to_thread(self._link.receive)
