@@ -37,10 +37,12 @@ class Wanted:
     points: list[str]
     width: int
     steered: tuple[str, ...]
+    strength: float = 1.0  # of the vectors: their effect must be larger than what rounding does
 
     @property
     def vectors(self) -> Vectors:
         row_D = np.random.default_rng(5).standard_normal(self.width).astype(np.float32)
+        row_D *= np.float32(self.strength)
         return {point: {point: row_D.astype(np.float64)} for point in self.steered}
 
     @property

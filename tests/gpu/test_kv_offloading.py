@@ -24,7 +24,8 @@ from tests.gpu import forced
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(600)]
 
 PROMPT: Final = tuple(range(10, 210))
-TOLERANCE: Final = 2e-3  # of a logprob, in float32 on a GPU
+# Of a logprob, in float32: vLLM's own attention is coarser than that on a GPU, 6e-3 on an H200.
+TOLERANCE: Final = 2e-2
 
 
 def _row(seed: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -68,5 +69,7 @@ def test_offloaded_kv_reaches_only_requests_that_are_steered_the_same(
             (answer,) = engine.call(steering.answer, [ask])
             found.append(answer.num_cached)
             assert error_of(model, ask, answer, changes) <= TOLERANCE
+            other = [] if changes else always
+            assert error_of(model, ask, answer, other) > 5 * TOLERANCE  # it would show
     assert found[:2] == [0, 0]
     assert min(found[2:]) > 0, "nothing came back from host memory"
