@@ -3,10 +3,11 @@
 Starts vLLM alone and `clairai serve` with 16 probes side by side, the same model and options, and
 loads them by turns with the client processes of bench.load_clients. On a GPU the model is a shape
 of bench/shapes with dummy weights; on a CPU it is the demo's. Further numbers of completion
-processes are tried with a `clairai proxy` each before the same engine. Writes JSON and Markdown.
+processes are tried with a `clairai proxy` each before the engine with one API server; otherwise
+there are as many as API servers. Writes JSON and Markdown.
 Run: python -m bench.serving_load [--streams 1 16 64 256] [--tokens 256] [--requests 3] [--turns 3]
      [--api-servers 1 4] [--completion-processes 1 4] [--shape llama-3.1-8b] [--unscored]
-     [--out build/serving]
+     [--out build/serving] [--vllm MORE OPTIONS OF VLLM]
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,8 +61,8 @@ _COMMON: Final = ("--served-model-name", NAME, "--no-enable-prefix-caching")
 _GPU: Final = (
     *("--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "4096"),
     *("--max-num-seqs", "256", "--max-num-batched-tokens", "8192"),
-    # Two engines beside each other: a bound on the cache, and not a part of the memory.
-    *("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(12 << 30)),
+    # Several engines beside each other: a bound on the cache, and not a part of the memory.
+    *("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(8 << 30)),
 )
 _CPU: Final = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024")
 _CPU_ENVIRONMENT: Final = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1"}
@@ -151,7 +153,7 @@ def serving(options: argparse.Namespace, api_servers: int, work: Path) -> Iterat
     alone += [*given, "--host", "127.0.0.1", "--port", str(ports[0])]
     alone += ["--disable-uvicorn-access-log"]
     ours = [*_CLAIRAI, "serve", str(model), "--port", str(ports[1])]
-    ours += ["--completion-processes", str(options.completion_processes[0])]
+    ours += ["--completion-processes", str(max(options.completion_processes[0], api_servers))]
     ours += ["--probes", str(work / "probes"), "--vllm-log", "-", "--", *given]
     runtime = work / f"run-{api_servers}"
     runtime.mkdir(mode=0o700)
@@ -167,7 +169,7 @@ def serving(options: argparse.Namespace, api_servers: int, work: Path) -> Iterat
         body = make_body(options.tokens, is_shape=options.shape is not None)
         scored = {**body, "clairai": {}}
         ways: dict[str, Any] = {ALONE: (first, body), SCORED: (second, scored)}
-        for count in options.completion_processes[1:]:
+        for count in options.completion_processes[1:] if api_servers == 1 else ():
             log = options.out / f"proxy-{api_servers}-{count}.log"
             proxy = opened.enter_context(another_proxy(runtime, count, log))
             proxy.wait_ready()
@@ -272,10 +274,22 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         work = Path(name)
         folder = model_folder(options.shape, work / "model")
         write_probes(folder, work / "probes", options.probes)
-        for api_servers in options.api_servers:
-            with serving(options, api_servers, work) as ways:
+        with ExitStack() as opened:
+            for api_servers, ways in start_all(options, work, opened).items():
                 found += [{"api_servers": api_servers, **turn} for turn in _turns(ways, options)]
     return found
+
+
+def start_all(
+    options: argparse.Namespace, work: Path, opened: ExitStack
+) -> dict[int, dict[str, Any]]:
+    """Services by their number of API servers, started at the same time: a start takes minutes."""
+    with ThreadPoolExecutor(len(options.api_servers)) as pool:
+        starting = {count: serving(options, count, work) for count in options.api_servers}
+        entering = {
+            count: pool.submit(opened.enter_context, one) for count, one in starting.items()
+        }
+        return {count: each.result() for count, each in entering.items()}
 
 
 def _turns(ways: dict[str, Any], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -358,7 +372,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) // 4))
     parser.add_argument("--shape", default=None if is_cpu_build() else "llama-3.1-8b")
     parser.add_argument("--unscored", action="store_true", help="also through it without scores")
-    parser.add_argument("--vllm", nargs="*", help="more options of vLLM, for both")
+    parser.add_argument("--vllm", nargs=argparse.REMAINDER, help="last: more options of vLLM")
     parser.add_argument("--out", type=Path, default=Path("build/serving"))
     return parser.parse_args(given)
 
