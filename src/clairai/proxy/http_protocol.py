@@ -32,6 +32,7 @@ from clairai.proxy.proxy_settings import ProxySettings
 from clairai.proxy.request_guard import SECURITY_HEADERS
 from clairai.proxy.request_head import END, RequestHead, check_line_ends, read_head
 from clairai.proxy.responses import HttpRefusal, PartWriter
+from clairai.proxy.send_at_once import send_at_once
 
 BACKLOG: Final = 2048
 LINGER_S: Final = 2.0  # how long a refused client may go on sending
@@ -208,6 +209,7 @@ class BoundedProtocol(H11Protocol):
     # Called by the event loop
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        send_at_once(transport)
         lingering = LingeringTransport(transport, stall_s=self._timeouts.stalled)
         super().connection_made(cast(asyncio.Transport, lingering))
         self._connection_scope: Scope = {

@@ -20,6 +20,8 @@ import aiohttp
 import httptools
 from multidict import CIMultiDict
 
+from clairai.proxy.send_at_once import send_at_once
+
 MAX_HEAD_BYTES: Final = 64 << 10
 MAX_BUFFERED: Final = 1 << 16  # bytes; more are left in the socket until these are read
 _NO_BODY: Final = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
@@ -229,6 +231,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        send_at_once(self._transport)
 
     def data_received(self, data: bytes) -> None:
         if self._answered is None:  # nobody has asked
