@@ -161,6 +161,8 @@ def _check_tokens(
 
 def _weights_versions(weights_N: NDArray[np.int64]) -> tuple[int, ...]:
     known = weights_N[weights_N >= 0]
+    if len(known) and (known == known[0]).all():  # as a rule, and much faster
+        return (int(known[0]),)
     return tuple(dict.fromkeys(known.tolist()))
 
 

@@ -280,10 +280,10 @@ def _index_rows(
 def _weights_of(
     banks_N: NDArray[np.uint32], columns: Mapping[int, StoredColumns]
 ) -> NDArray[np.int64]:
-    weights_N = np.full(len(banks_N), UNKNOWN_VERSION, np.int64)
-    for version, one in columns.items():
-        if one.weights is not None:
-            weights_N[banks_N == version] = one.weights
+    known = [UNKNOWN_VERSION if one.weights is None else one.weights for one in columns.values()]
+    weights_N = np.full(len(banks_N), known[0], np.int64)
+    for version, weights in zip([*columns][1:], known[1:], strict=True):
+        weights_N[banks_N == version] = weights
     return weights_N
 
 
