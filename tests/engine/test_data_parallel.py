@@ -50,7 +50,8 @@ from tests.engine import (
 )
 from tests.engine import server as parts
 from tests.engine.attribution import Sent, Verdict
-from tests.engine.hooked import ALWAYS, TOLERANCE, error_of, positions, vector_file
+from tests.engine.core_steering import TOLERANCE
+from tests.engine.hooked import ALWAYS, error_of, positions, vector_file
 from tests.engine.installed_plugin import InstalledPlugin
 from tests.engine.serving import Served, serving
 from tests.engine.steering import Answer, Ask
@@ -107,10 +108,11 @@ class Layout(NamedTuple):
         return CPU | {"VLLM_CPU_OMP_THREADS_BIND": "|".join(["0", "1"] * self.num_ranks)}
 
 
+MAX_DRAFTS: Final = 3
 # The model has nine heads, and three for keys and values.
 LAYOUTS: Final = {
     "plain": Layout(),
-    "speculating": Layout(num_drafts=3),
+    "speculating": Layout(num_drafts=MAX_DRAFTS),
     "tensor-3": Layout(num_ranks=3),
 }
 
@@ -404,12 +406,16 @@ def _check_deep_scores(model: Path, records: list[Record], sent: Sent, names: li
     scores_RP = np.concatenate([one.scores_RC for one in records])
     ours = (rows["stream"] == sent.stream) & (rows["phase"] <= ring_messages.DECODE)
     tokens = [*sent.prompt, *sent.output][:-1]
-    assert rows[ours]["position"].tolist() == [*range(len(tokens))]
+    found = rows[ours]["position"].tolist()
+    assert found == [*range(len(found))]
+    # The last token is forwarded only if it was a draft; others may have been accepted behind it.
+    assert len(tokens) <= len(found) <= len(tokens) + 1 + MAX_DRAFTS
     states_TD = hidden_states(str(model), tokens)[str(DEEP)].astype(np.float64)
     for name, seed in (("deep", 1), ("new", 2)):
         direction_D = _deep_probe(name, seed).direction_D.astype(np.float64)
         size_T = np.linalg.norm(states_TD, axis=1) * np.linalg.norm(direction_D)
-        error_T = np.abs(scores_RP[ours][:, names.index(name)] - states_TD @ direction_D) / size_T
+        scores_T = scores_RP[ours][: len(tokens), names.index(name)]
+        error_T = np.abs(scores_T - states_TD @ direction_D) / size_T
         assert np.quantile(error_T, 0.999) <= 1e-5
 
 
@@ -616,21 +622,30 @@ async def _change_running(served: Served, ask: Ask, core: int | None, n: int) ->
     """Ask until an answer was long enough for the change to come in time, on a busy machine."""
     for _ in range(10):
         stream = new_stream_id()
-        body = core_steering.make_body(ask, stream) | {"n": n, "temperature": 1.0}
-        path, replies = f"/v1/steering/requests/{stream}", list[httpx.Response]()
-        found: list[dict[str, Any]] = []
-        async with served.engine() as engine:
-            async for part in core_steering.answer_parts(engine, body, core):
-                found.append(part)
-                for steer in ("nobody's", core_steering.NAME) if not replies else ():
-                    entries = {"steer": [{"vector": steer}]}
-                    replies.append(await engine.post(path, json=entries))
-        refusal, changed = replies
+        # Nearly greedy: vLLM does not sample several greedy answers.
+        body = core_steering.make_body(ask, stream) | {"n": n, "temperature": 0.01}
+        found, (refusal, changed) = await _ask_and_change(served, body, core, stream)
         starts = changed.json().get("positions", ())
         last = len(ask.prompt) + ask.num_new - 8
         if len(starts) == n and max(starts) < last:
             return Changed([*core_steering.join_parts(found).values()], starts, refusal)
     raise AssertionError("every answer had ended before its change came")
+
+
+async def _ask_and_change(
+    served: Served, body: dict[str, Any], core: int | None, stream: int
+) -> tuple[list[dict[str, Any]], list[httpx.Response]]:
+    """The parts of the answer, and the replies to two changes when the first part is there."""
+    found: list[dict[str, Any]] = []
+    replies: list[httpx.Response] = []
+    path = f"/v1/steering/requests/{stream}"
+    async with served.engine() as engine:
+        async for choices in core_steering.answer_parts(engine, body, core):
+            found += choices
+            if not replies:
+                bodies = [{"steer": [{"vector": v}]} for v in ("nobody's", core_steering.NAME)]
+                replies = [await engine.post(path, json=one) for one in bodies]
+    return found, replies
 
 
 @pytest.mark.parametrize(("core", "n"), [(0, 1), (1, 1), (None, 4)], ids=["first", "second", "n"])
