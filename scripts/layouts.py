@@ -44,7 +44,6 @@ def _refuse_all(name: str, reason: str) -> Layout:
 
 
 _UNTRIED: Final = {"new weights": "not tried"}
-_UNSTEERED: Final = {"steering, gates": "served, not tested"}
 LAYOUTS: Final = (
     Layout(
         "tensor parallel, 2 ranks",
@@ -70,17 +69,13 @@ LAYOUTS: Final = (
         "pipeline parallel, 2 stages of 2 ranks",
         (_PIPELINE, _WEIGHTS, "-k", "pp2 and tp2"),
     ),
-    Layout("data parallel, 2 engine cores", (_CORES, "-k", "plain"), _UNSTEERED),
-    Layout("data parallel, 2 engine cores of 3 ranks", (_CORES, "-k", "tensor-3"), _UNSTEERED),
+    Layout("data parallel, 2 engine cores", (_CORES, "-k", "plain")),
+    Layout("data parallel, 2 engine cores of 3 ranks", (_CORES, "-k", "tensor-3")),
     _refuse_all("prefill context parallel", "rows are split between ranks"),
     _refuse_all("dual batch overlap", "the batch is cut inside the forward"),
     Layout("speculative decoding, one rank", (_SPECULATION, "-k", "not tp2")),
     Layout("speculative decoding, tensor parallel, 2 ranks", (_SPECULATION, "-k", "tp2")),
-    Layout(
-        "speculative decoding, data parallel, 2 engine cores",
-        (_CORES, "-k", "speculating"),
-        _UNSTEERED,
-    ),
+    Layout("speculative decoding, data parallel, 2 engine cores", (_CORES, "-k", "speculating")),
     Layout(
         "KV connector `ExampleConnector`",
         ("tests/engine/test_kv_connector.py",),

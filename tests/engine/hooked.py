@@ -51,10 +51,9 @@ N: Final = len(LONG)
 def error_of(folder: Path, ask: Ask, answer: Answer, changes: list[Change]) -> float:
     """The largest difference of a logprob from Hugging Face's, over all generated tokens."""
     sequence = [*ask.prompt, *answer.token_ids]
-    found_TV = logits(str(folder), sequence, changes)
+    found_TV = logits(str(folder), sequence, changes)[len(ask.prompt) - 1 :]
     logprobs_TV = found_TV - np.log(np.exp(found_TV).sum(axis=1, keepdims=True))
     worst = 0.0
-    for index, step in enumerate(answer.logprobs):
-        truth_V = logprobs_TV[len(ask.prompt) - 1 + index]
+    for truth_V, step in zip(logprobs_TV, answer.logprobs, strict=False):
         worst = max(worst, *(abs(truth_V[token] - value) for token, value in step.items()))
     return worst

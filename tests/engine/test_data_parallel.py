@@ -39,11 +39,24 @@ from clairai.weights.socket_client import RankClients, connect_ranks
 from clairai.weights.trainer_session import take_state
 from clairai.wire import ring_messages
 from clairai.wire.weights_messages import WeightsCommitted, WeightsRank, WeightsState
-from tests.engine import adapters, attribution, ranked, weighed
+from tests.engine import (
+    adapters,
+    attribution,
+    core_faults,
+    core_steering,
+    idle_workers,
+    ranked,
+    weighed,
+)
 from tests.engine import server as parts
 from tests.engine.attribution import Sent, Verdict
+from tests.engine.core_steering import TOLERANCE
+from tests.engine.hooked import ALWAYS, error_of, positions, vector_file
+from tests.engine.installed_plugin import InstalledPlugin
 from tests.engine.serving import Served, serving
+from tests.engine.steering import Answer, Ask
 from tests.fidelity.oracle import hidden_states, relative_error
+from tests.fidelity.steered import Change, Floats
 from tests.support.ring_engine import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
@@ -61,11 +74,12 @@ OPTIONS: Final = (
     *("--block-size", "32", "--num-gpu-blocks-override", "14", "--enable-prefix-caching"),
     *("--weight-transfer-config", '{"backend": "clairai_ipc"}'),
     *("--enable-lora", "--max-lora-rank", "8"),
+    *("--worker-extension-cls", core_faults.EXTENSION),
 )
 ADAPTER: Final = "adapter"
 CPU: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_SERVER_DEV_MODE": "1",  # vLLM's own routes for trainers
+    "VLLM_SERVER_DEV_MODE": "1",  # vLLM's own routes for trainers, and to call its workers
 }
 
 
@@ -94,10 +108,11 @@ class Layout(NamedTuple):
         return CPU | {"VLLM_CPU_OMP_THREADS_BIND": "|".join(["0", "1"] * self.num_ranks)}
 
 
+MAX_DRAFTS: Final = 3
 # The model has nine heads, and three for keys and values.
 LAYOUTS: Final = {
     "plain": Layout(),
-    "speculating": Layout(num_drafts=3),
+    "speculating": Layout(num_drafts=MAX_DRAFTS),
     "tensor-3": Layout(num_ranks=3),
 }
 
@@ -135,8 +150,11 @@ def served(
 ) -> Iterator[Served]:
     scratch = tmp_path_factory.mktemp("cores")
     options = (*OPTIONS, *layout.options, "--lora-modules", f"{ADAPTER}={adapter}")
-    deep, ours = [_deep_probe("deep", 1)], ("--capture", str(captures))
-    with serving(cut_model, scratch, options, layout.environment, deep, ours) as found:
+    deep, ours = [_deep_probe("deep", 1)], ("--capture", str(captures), "--steering")
+    plugin = InstalledPlugin(tmp_path_factory.mktemp("packages"), idle_workers.ENTRY)
+    paths = [str(plugin.path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = layout.environment | {"PYTHONPATH": os.pathsep.join(paths)}
+    with serving(cut_model, scratch, options, environment, deep, ours) as found:
         yield found
 
 
@@ -162,13 +180,21 @@ class Collector:
 
     def finish(self) -> int:
         """Read what is left; how many records were lost."""
-        self._is_done.set()
-        self._thread.join()
+        self._end_thread()
         while self._poll():
             pass
         return sum(reader.statistics().lost for reader in self.readers)
 
+    def rows_of(self, core: int, stream: int) -> NDArray[np.void]:
+        found = [one.rows[one.rows["stream"] == stream] for one in self.records[core]]
+        return np.concatenate([np.empty(0, ring_messages.ROW), *found])
+
+    def _end_thread(self) -> None:
+        self._is_done.set()
+        self._thread.join()
+
     def close(self) -> None:
+        self._end_thread()
         for reader in self.readers:
             reader.close()
 
@@ -267,21 +293,22 @@ def test_cores_that_speculate_have_drafts_accepted_and_rejected(
     served: Served, layout: Layout
 ) -> None:
     """Else a run with drafts would say nothing."""
+    for accepted, rejected in _count_drafts(served):
+        assert (accepted > 10) == (rejected > 10) == (layout.num_drafts > 0)
+
+
+def _count_drafts(served: Served) -> NDArray[np.float64]:
+    """Of each core: how many were accepted, and how many rejected."""
     with served.client() as client:
         metrics = client.get("/metrics").text
-    for core in (0, 1):
-        proposed, accepted = (
-            sum(
-                float(value)
-                for value in re.findall(
-                    rf'^vllm:spec_decode_num_{kind}_tokens_total{{engine="{core}".*}} (\S+)$',
-                    metrics,
-                    re.MULTILINE,
-                )
-            )
-            for kind in ("draft", "accepted")
-        )
-        assert (accepted > 10) == (proposed - accepted > 10) == (layout.num_drafts > 0)
+
+    def count(kind: str, core: int) -> float:
+        name = f"vllm:spec_decode_num_{kind}_tokens_total"
+        found = re.findall(rf'^{name}{{engine="{core}".*}} (\S+)$', metrics, re.MULTILINE)
+        return sum(map(float, found))
+
+    counts = [(count("draft", core), count("accepted", core)) for core in (0, 1)]
+    return np.array([(accepted, proposed - accepted) for proposed, accepted in counts])
 
 
 def _judge(
@@ -379,13 +406,277 @@ def _check_deep_scores(model: Path, records: list[Record], sent: Sent, names: li
     scores_RP = np.concatenate([one.scores_RC for one in records])
     ours = (rows["stream"] == sent.stream) & (rows["phase"] <= ring_messages.DECODE)
     tokens = [*sent.prompt, *sent.output][:-1]
-    assert rows[ours]["position"].tolist() == [*range(len(tokens))]
+    found = rows[ours]["position"].tolist()
+    assert found == [*range(len(found))]
+    # The last token is forwarded only if it was a draft; others may have been accepted behind it.
+    assert len(tokens) <= len(found) <= len(tokens) + 1 + MAX_DRAFTS
     states_TD = hidden_states(str(model), tokens)[str(DEEP)].astype(np.float64)
     for name, seed in (("deep", 1), ("new", 2)):
         direction_D = _deep_probe(name, seed).direction_D.astype(np.float64)
         size_T = np.linalg.norm(states_TD, axis=1) * np.linalg.norm(direction_D)
-        error_T = np.abs(scores_RP[ours][:, names.index(name)] - states_TD @ direction_D) / size_T
+        scores_T = scores_RP[ours][: len(tokens), names.index(name)]
+        error_T = np.abs(scores_T - states_TD @ direction_D) / size_T
         assert np.quantile(error_T, 0.999) <= 1e-5
+
+
+@pytest.fixture(scope="module")
+def steered(served: Served) -> Served:
+    """The server with a vector that both of its cores have."""
+    assert _put_vector(served, core_steering.NAME, core_steering.ROWS)[0] == 201
+    return served
+
+
+def _put_vector(served: Served, name: str, rows: dict[str, Floats]) -> tuple[int, int | None]:
+    """The status, and the version of the vectors then."""
+    with served.client() as client:
+        changed = client.put(f"/v1/steering/vectors/{name}", content=vector_file(name, rows))
+    return changed.status_code, changed.json().get("version")
+
+
+class Told(NamedTuple):
+    """An answer, the cores whose rings have rows of it, and how many tokens were cached there."""
+
+    answer: Answer
+    cores: list[int]
+    num_cached: int
+
+
+def _answer(
+    served: Served, asks: list[tuple[Ask, int | None]], *, is_in_turn: bool = False
+) -> list[Told]:
+    """Each by the core it names, or by one that vLLM chooses; all at once, or in turn."""
+    collector, first = Collector(served.rings()), new_stream_id() // 2
+
+    async def ask_all() -> list[Answer]:
+        async with served.engine() as engine:
+            asked = [
+                core_steering.answer(engine, ask, first + at, core)
+                for at, (ask, core) in enumerate(asks)
+            ]
+            return [await one for one in asked] if is_in_turn else await asyncio.gather(*asked)
+
+    try:
+        answers = asyncio.run(ask_all())
+        with served.client() as client:
+            client.get("/v1/clairai")  # returns when all is published
+        assert collector.finish() == 0
+    finally:
+        collector.close()
+    return [_tell(collector, answer, first + at) for at, answer in enumerate(answers)]
+
+
+def _tell(collector: Collector, answer: Answer, stream: int) -> Told:
+    rows_of = [collector.rows_of(core, stream) for core in (0, 1)]
+    rows = np.concatenate(rows_of)
+    cached = rows[rows["phase"] == ring_messages.CACHED]
+    cores = [core for core, found in enumerate(rows_of) if len(found)]
+    return Told(answer, cores, int(cached["span"].sum()))
+
+
+def _error(served: Served, ask: Ask, told: Told, *choices: list[Change]) -> float:
+    """The smallest, if each of several lists of changes might be right."""
+    return min(error_of(served.model, ask, told.answer, changes) for changes in choices)
+
+
+NAMED: Final = [Change("add", core_steering.ROWS, ALWAYS)]
+
+
+def test_every_answer_is_steered_as_it_asks_whichever_core_wrote_it(
+    steered: Served, layout: Layout
+) -> None:
+    """Beside each a plain one with the same prompt, on the same core, at the same time."""
+    rng, before = np.random.default_rng(31), _count_drafts(steered)
+    deep = _deep_probe("deep", 1)
+    kinds = core_steering.make_kinds(steered.vocabulary_VD, deep, layout.num_drafts)
+    asks: list[tuple[Ask, int | None]] = []
+    wanted: list[tuple[str, list[list[Change]]]] = []
+    for (name, kind), core in itertools.product(kinds.items(), (0, 1, None)):
+        # Repeated: a core that speculates drafts from the prompt.
+        prompt = (*rng.integers(5, 30000, int(rng.integers(8, 16))).tolist(),) * 3
+        ask = Ask(prompt, kind.steer, core_steering.NUM_NEW, stop=kind.stop)
+        asks += [(ask, core), (Ask(prompt, num_new=core_steering.NUM_NEW), core)]
+        wanted += [(name, kind.changes(len(prompt))), ("plain", [[]])]
+    served_by: dict[str, set[int]] = {name: set() for name, _ in wanted}
+    for (ask, core), (name, changes), told in zip(
+        asks, wanted, _answer(steered, asks), strict=True
+    ):
+        assert _error(steered, ask, told, *changes) <= TOLERANCE, name
+        assert name == "plain" or _error(steered, ask, told, []) > 10 * TOLERANCE, name
+        assert len(told.cores) == 1
+        assert core in (None, *told.cores)
+        served_by[name].update(told.cores)
+    assert all(cores == {0, 1} for cores in served_by.values())
+    assert ((_count_drafts(steered) - before) > 0).all() == (layout.num_drafts > 0)
+
+
+def test_a_core_that_does_not_steer_is_found_out(steered: Served) -> None:
+    """Else the comparison with Hugging Face would say nothing of that core."""
+    rng = np.random.default_rng(32)
+
+    def plant(core: str) -> None:
+        asyncio.run(_call_workers(steered, core_faults.METHOD, core))
+
+    def ask_both() -> list[tuple[float, float]]:
+        """Of each core: the distance from what was asked, and from no steering."""
+        ask = Ask((*rng.integers(5, 30000, 40).tolist(),), (core_steering.STEER,))
+        told = _answer(steered, [(ask, core) for core in (0, 1)])
+        return [(_error(steered, ask, one, NAMED), _error(steered, ask, one, [])) for one in told]
+
+    plant("1")
+    try:
+        (right, far), (wrong, near) = ask_both()
+    finally:
+        plant("none")
+    assert max(right, near) <= TOLERANCE
+    assert min(wrong, far) > 10 * TOLERANCE
+    assert max(error for error, _ in ask_both()) <= TOLERANCE
+
+
+async def _call_workers(served: Served, method: str, *args: str) -> None:
+    async with served.engine() as engine:
+        called = await engine.post("/collective_rpc", json={"method": method, "args": args})
+        assert called.status_code == 200, called.text
+
+
+def test_a_prompt_that_was_steered_on_a_core_is_not_found_there_without_steering(
+    steered: Served,
+) -> None:
+    """The prefix cache of each core is its own: on the second one the prompt is new again."""
+    prompt = (*np.random.default_rng(33).integers(5, 30000, 80).tolist(),)
+    steer, plain = Ask(prompt, (core_steering.STEER,), 4), Ask(prompt, num_new=4)
+    later = Ask(prompt, (core_steering.STEER | {"when": "generation"},), 4)
+    generated = [Change("add", core_steering.ROWS, positions(len(prompt)))]
+    turns = [(steer, NAMED), (plain, []), (steer, NAMED), (plain, []), (later, generated)]
+    for core in (0, 1):
+        told = _answer(steered, [(ask, core) for ask, _ in turns], is_in_turn=True)
+        assert [one.cores for one in told] == [[core]] * len(turns)
+        assert [one.num_cached for one in told] == [0, 0, 64, 64, 64]
+        for one, (ask, changes) in zip(told, turns, strict=True):
+            assert _error(steered, ask, one, changes) <= TOLERANCE
+
+
+def test_a_change_of_a_vector_reaches_both_cores_with_one_version_or_none(steered: Served) -> None:
+    prompt = (*np.random.default_rng(34).integers(5, 30000, 80).tolist(),)
+    ask = Ask(prompt, ({"vector": "changed"},), 8)
+    old, new = core_steering.ROWS, core_steering.OTHER_ROWS
+
+    def check(rows: dict[str, Floats], others: dict[str, Floats]) -> None:
+        for one in _answer(steered, [(ask, 0), (ask, 1)]):
+            assert _error(steered, ask, one, [Change("add", rows, ALWAYS)]) <= TOLERANCE
+            assert _error(steered, ask, one, [Change("add", others, ALWAYS)]) > 10 * TOLERANCE
+
+    status, version = _put_vector(steered, "changed", old)
+    assert status == 201
+    assert version is not None
+    check(old, new)
+    assert _put_vector(steered, "changed", {"post_block.3": np.ones(7)}) == (400, None)
+    check(old, new)
+    assert _put_vector(steered, "changed", new) == (200, version + 1)
+    check(new, old)
+    with steered.client() as client:
+        gone = client.delete("/v1/steering/vectors/changed").json()
+    assert gone["version"] == version + 2
+    for core in (0, 1):
+        with pytest.raises(AssertionError, match="no vector is named 'changed'"):
+            _answer(steered, [(ask, core)])
+
+
+def test_global_steering_reaches_both_cores_and_leaves_both(steered: Served) -> None:
+    prompt = (*np.random.default_rng(35).integers(5, 30000, 40).tolist(),)
+    plain = Ask(prompt, num_new=8)
+    own = Ask(prompt, ({"vector": core_steering.NAME, "when": "prompt"},), 8)
+    asks: list[tuple[Ask, int | None]] = [(ask, core) for ask in (plain, own) for core in (0, 1)]
+    tier = Change("add", core_steering.ROWS, positions(len(prompt)), -2.0)
+    prompted = Change("add", core_steering.ROWS, positions(0, len(prompt)))
+
+    def check(*tiers: Change) -> None:
+        wanted = [[*tiers], [*tiers], [*tiers, prompted], [*tiers, prompted]]
+        for (ask, _), one, changes in zip(asks, _answer(steered, asks), wanted, strict=True):
+            assert _error(steered, ask, one, changes) <= TOLERANCE
+
+    def change(entries: list[dict[str, Any]]) -> httpx.Response:
+        with steered.client() as client:
+            return client.post("/v1/steering", json={"decode": entries})
+
+    changed = change([core_steering.STEER | {"scale": -2.0}])
+    assert changed.status_code == 200, changed.text
+    try:
+        check(tier)
+        assert change([{"vector": "nobody's"}]).status_code == 400
+        check(tier)
+    finally:
+        cleared = change([])
+    assert cleared.json()["version"] == changed.json()["version"] + 1
+    check()
+
+
+class Changed(NamedTuple):
+    """A request whose steering was changed while it ran."""
+
+    answers: list[Answer]
+    positions: list[int]  # from which each of them was steered; in the order of the cores
+    refusal: httpx.Response  # to a change that cannot be made
+
+
+async def _change_running(served: Served, ask: Ask, core: int | None, n: int) -> Changed:
+    """Ask until an answer was long enough for the change to come in time, on a busy machine."""
+    for _ in range(10):
+        stream = new_stream_id()
+        # Nearly greedy: vLLM does not sample several greedy answers.
+        body = core_steering.make_body(ask, stream) | {"n": n, "temperature": 0.01}
+        found, (refusal, changed) = await _ask_and_change(served, body, core, stream)
+        starts = changed.json().get("positions", ())
+        last = len(ask.prompt) + ask.num_new - 8
+        if len(starts) == n and max(starts) < last:
+            return Changed([*core_steering.join_parts(found).values()], starts, refusal)
+    raise AssertionError("every answer had ended before its change came")
+
+
+async def _ask_and_change(
+    served: Served, body: dict[str, Any], core: int | None, stream: int
+) -> tuple[list[dict[str, Any]], list[httpx.Response]]:
+    """The parts of the answer, and the replies to two changes when the first part is there."""
+    found: list[dict[str, Any]] = []
+    replies: list[httpx.Response] = []
+    path = f"/v1/steering/requests/{stream}"
+    async with served.engine() as engine:
+        async for choices in core_steering.answer_parts(engine, body, core):
+            found += choices
+            if not replies:
+                bodies = [{"steer": [{"vector": v}]} for v in ("nobody's", core_steering.NAME)]
+                replies = [await engine.post(path, json=one) for one in bodies]
+    return found, replies
+
+
+@pytest.mark.parametrize(("core", "n"), [(0, 1), (1, 1), (None, 4)], ids=["first", "second", "n"])
+def test_a_change_reaches_the_cores_that_run_the_request(
+    steered: Served, core: int | None, n: int
+) -> None:
+    """Also a request's answers on both cores; a refusal is that of a core that runs one."""
+    prompt = (*np.random.default_rng(36 + n).integers(5, 30000, 20).tolist(),)
+    ask = Ask(prompt, num_new=100)
+    collector = Collector(steered.rings())
+    try:
+        found = asyncio.run(_change_running(steered, ask, core, n))
+        with steered.client() as client:
+            client.get("/v1/clairai")
+        collector.finish()
+    finally:
+        collector.close()
+    assert found.refusal.status_code == 400
+    assert "nobody's" in found.refusal.json()["error"]["message"]
+    wanted = [[Change("add", core_steering.ROWS, positions(start))] for start in found.positions]
+    assert len(found.answers) == n
+    for one in found.answers:
+        told = Told(one, [], 0)
+        assert _error(steered, ask, told, *wanted) <= TOLERANCE
+        assert _error(steered, ask, told, []) > 10 * TOLERANCE
+    is_busy = [any(_has_answers(records) for records in of_core) for of_core in collector.records]
+    assert is_busy == ([True, True] if core is None else [core == 0, core == 1])
+
+
+def _has_answers(record: Record) -> bool:
+    return bool((record.rows["phase"] == ring_messages.DECODE).any())
 
 
 class Kept(NamedTuple):

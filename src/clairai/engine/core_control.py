@@ -186,10 +186,6 @@ class CoreControl:
         if self._amend is None:
             raise SteeringOffError(_STEERING_OFF)
         positions = self._amend(stream, entries)
-        if not positions:
-            raise RequestError(
-                f"no request of stream {stream} is running; give the stream of one that is"
-            )
         return steering_messages.SteeringChanged(
             tuple(positions), _JSON_ENCODER.encode([one.describe() for one in entries])
         )

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from clairai import errors
-from clairai.wire import control_messages, ring_messages
+from clairai.wire import control_messages, ring_messages, steering_messages
 from clairai.wire.control_messages import CONTROL_METHOD
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
@@ -59,6 +59,17 @@ def _explain_missing_taps() -> Iterator[None]:
         raise errors.UnsupportedError(
             "this engine has no taps; start it with additional_config=clairai.config(...)"
         ) from error
+
+
+def require_running(
+    changed: steering_messages.SteeringChanged, stream: int
+) -> steering_messages.SteeringChanged:
+    """RequestError if no engine core runs a request of the stream whose steering was to change."""
+    if not changed.positions:
+        raise errors.RequestError(
+            f"no request of stream {stream} is running; give the stream of one that is"
+        )
+    return changed
 
 
 def read_reply(data: bytes, kind: type[Reply]) -> Reply:

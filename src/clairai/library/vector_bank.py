@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from clairai.library.engine_control import ask_engine
+from clairai.library.engine_control import ask_engine, require_running
 from clairai.vector import files
 from clairai.vector.model import Vector
 from clairai.wire import steering_messages
@@ -74,7 +74,8 @@ class VectorBank:
         number that was given with `clairai.request(stream=...)`.
         """
         control = steering_messages.ChangeSteering(stream, msgspec.json.encode(list(steer)))
-        return ask_engine(self._llm, control, steering_messages.SteeringChanged).positions
+        changed = ask_engine(self._llm, control, steering_messages.SteeringChanged)
+        return require_running(changed, stream).positions
 
     def _state(
         self, control: steering_messages.SteeringControl

@@ -205,13 +205,24 @@ def _is_reason(reply: ControlReply) -> bool:
 
 
 def _merge_changed(replies: Sequence[bytes]) -> bytes:
-    """The answers to one request (n > 1) may run on several cores."""
+    """The answers to one request (n > 1) may run on several cores, of which each judges its own.
+
+    A refusal counts, whichever core it comes from: those that run none of the answers refuse none.
+    """
     decoded = [decode_reply(reply) for reply in replies]
     changed = [one for one in decoded if isinstance(one, steering_messages.SteeringChanged)]
-    if not changed:
-        return replies[0]
     positions = tuple(position for one in changed for position in one.positions)
-    return msgspec.msgpack.encode(msgspec.structs.replace(changed[0], positions=positions))
+    refusals = [(core, one) for core, one in enumerate(decoded) if isinstance(one, Refusal)]
+    if not refusals:
+        return msgspec.msgpack.encode(msgspec.structs.replace(changed[0], positions=positions))
+    core, refusal = refusals[0]
+    if not positions:
+        return replies[core]
+    reason = (
+        f"answers on engine core {core} are steered as before: {refusal.reason}; those on others "
+        f"are changed from position {', '.join(map(str, positions))} on"
+    )
+    return msgspec.msgpack.encode(Refusal(refusal.code, reason))
 
 
 def _merge_captures(

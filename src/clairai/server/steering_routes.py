@@ -16,6 +16,7 @@ from fastapi.responses import Response
 
 from clairai.errors import RequestError, VectorError, printable, quote
 from clairai.fields.request_fields import MAX_STREAM
+from clairai.library.engine_control import require_running
 from clairai.server.engine_rpc import RouteRefusal, read_body, require_engine
 from clairai.vector import files
 from clairai.vector.model import Vector
@@ -135,7 +136,7 @@ async def change_steering(stream: str, request: Request) -> Response:
     body = await read_body(request, MAX_TIERS_NBYTES, RequestError.code, "a list of entries")
     entries = await asyncio.to_thread(_read_change, body)
     change = ChangeSteering(number, entries)
-    found = await engine.ask(change, SteeringChanged)
+    found = require_running(await engine.ask(change, SteeringChanged), number)
     applied = msgspec.Raw(found.applied)
     content = msgspec.json.encode({"positions": found.positions, "steering": applied})
     return Response(content, media_type=_JSON)

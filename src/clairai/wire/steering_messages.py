@@ -112,7 +112,10 @@ class SteeringState(msgspec.Struct, frozen=True, tag="steering_state", forbid_un
 
 
 class SteeringChanged(msgspec.Struct, frozen=True, tag="amended", forbid_unknown_fields=True):
-    """The position from which each of the stream's running requests is steered anew."""
+    """The position from which each of the stream's running requests is steered anew.
+
+    Empty if none runs in this engine core; another one may run it.
+    """
 
     positions: tuple[int, ...]
     applied: bytes  # a JSON list

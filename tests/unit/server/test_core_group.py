@@ -155,15 +155,30 @@ def test_the_core_that_knows_answers(cores: list[Core], tmp_path: Path) -> None:
     why = steering_messages.RefusalReason("request", "it is wrong")
     assert ask(steering_messages.WhyRefused(1), nothing, why) == why
     assert ask(steering_messages.WhyRefused(1), nothing, nothing) == nothing
-    absent = ring_messages.Refusal("request", "no request of stream 1 is running")
-    change = steering_messages.ChangeSteering(1, b"[]")
-    changed = steering_messages.SteeringChanged((4,), b"[]")
-    assert ask(change, absent, changed) == changed
-    assert ask(change, changed, changed).positions == (4, 4)  # answers of one request on both
-    assert ask(change, absent, absent) == absent
     versions = weights_messages.Versions
     asked = weights_messages.FindVersions((1, 2, 3))
     assert ask(asked, versions((5, None, None)), versions((None, 6, None))).versions == (5, 6, None)
+
+
+def test_a_change_of_a_running_request_is_answered_by_the_cores_that_run_it(
+    cores: list[Core], tmp_path: Path
+) -> None:
+    def ask(*answers: ControlReply) -> Any:
+        return ask_cores(cores, tmp_path, steering_messages.ChangeSteering(1, b"[]"), *answers)
+
+    absent = steering_messages.SteeringChanged((), b"[]")
+    changed = steering_messages.SteeringChanged((4,), b"[]")
+    refused = ring_messages.Refusal("vector", "no vector is named calm")
+    assert ask(absent, changed) == changed
+    assert ask(changed, changed).positions == (4, 4)  # answers of one request on both
+    assert ask(absent, absent) == absent
+    assert ask(absent, refused) == ask(refused, absent) == ask(refused, refused) == refused
+    partly = ask(changed, refused)
+    assert (type(partly), partly.code) == (ring_messages.Refusal, "vector")
+    assert partly.reason == (
+        "answers on engine core 1 are steered as before: no vector is named calm; those on "
+        "others are changed from position 4 on"
+    )
 
 
 def ask_cores(cores: list[Core], folder: Path, control: Control, *answers: ControlReply) -> Any:
