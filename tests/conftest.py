@@ -13,12 +13,17 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support import idle_workers
+
 # The same examples every time, however slow the machine is today.
 settings.register_profile("clairai", derandomize=True, deadline=None)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("clairai")
+    packages = Path(tempfile.mkdtemp(prefix="packages-"))
+    config.add_cleanup(lambda: shutil.rmtree(packages, ignore_errors=True))
+    idle_workers.install(packages)
     # A shell starts what it puts into the background with SIGINT ignored, and programs pass that
     # on: the commands whose Ctrl-C is tested would not hear it.
     signal.signal(signal.SIGINT, signal.default_int_handler)

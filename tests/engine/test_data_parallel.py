@@ -44,7 +44,6 @@ from tests.engine import (
     attribution,
     core_faults,
     core_steering,
-    idle_workers,
     ranked,
     weighed,
 )
@@ -52,7 +51,6 @@ from tests.engine import server as parts
 from tests.engine.attribution import Sent, Verdict
 from tests.engine.core_steering import TOLERANCE
 from tests.engine.hooked import ALWAYS, error_of, positions, vector_file
-from tests.engine.installed_plugin import InstalledPlugin
 from tests.engine.serving import Served, serving
 from tests.engine.steering import Answer, Ask
 from tests.fidelity.oracle import hidden_states, relative_error
@@ -151,10 +149,7 @@ def served(
     scratch = tmp_path_factory.mktemp("cores")
     options = (*OPTIONS, *layout.options, "--lora-modules", f"{ADAPTER}={adapter}")
     deep, ours = [_deep_probe("deep", 1)], ("--capture", str(captures), "--steering")
-    plugin = InstalledPlugin(tmp_path_factory.mktemp("packages"), idle_workers.ENTRY)
-    paths = [str(plugin.path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = layout.environment | {"PYTHONPATH": os.pathsep.join(paths)}
-    with serving(cut_model, scratch, options, environment, deep, ours) as found:
+    with serving(cut_model, scratch, options, layout.environment, deep, ours) as found:
         yield found
 
 
