@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
@@ -18,29 +19,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 import clairai
+from clairai.engine.publish.step_rows import StepRows
 from clairai.engine.step_guard import StepGuard
 from tests.engine import models, steering
 from tests.engine.steering import Answer, Ask
 
 NUM_DRAFTS: Final = 3
 VOCABULARY: Final = int(models.SHAPE["vocab_size"])
+WIDTH: Final = int(models.SHAPE["hidden_size"])
 Tensors = dict[str, NDArray[np.float32]]
 
 
-def make_target(folder: Path) -> Path:
-    """A tiny Llama."""
-    models.tiny("llama", folder)
+def make_target(folder: Path, **changes: int) -> Path:
+    """A tiny Llama; `changes` are of its shape."""
+    models.tiny("llama", folder, **changes)
     tensors = _weaken_blocks(_load(folder))
     tensors["model.norm.weight"] = np.ones_like(tensors["model.norm.weight"])
     return _save(folder, tensors)
 
 
 def _weaken_blocks(tensors: Tensors) -> Tensors:
-    """Attention, and all blocks but the first, change the stream little."""
+    """Attention, and all blocks but the first, change the stream little.
+
+    What two random matrices make of a row grows with its width.
+    """
+    width = tensors["model.norm.weight"].shape[0]
+    factor = np.float32(0.2 * WIDTH / width)
     for name, value in tensors.items():
         is_late = ".layers." in name and ".layers.0." not in name
         if name.endswith("o_proj.weight") or (is_late and name.endswith("down_proj.weight")):
-            tensors[name] = value * np.float32(0.2)
+            tensors[name] = value * factor
     return tensors
 
 
@@ -71,9 +79,9 @@ def make_eagle(target: Path, folder: Path) -> Path:
     return _save(folder, head)
 
 
-def make_mtp(folder: Path) -> Path:
+def make_mtp(folder: Path, **changes: int) -> Path:
     """A tiny MiMo: Qwen 2 with a block that predicts one token more."""
-    models.tiny("qwen2", folder)
+    models.tiny("qwen2", folder, **changes)
     tensors = _weaken_blocks(_load(folder))
     width = tensors["model.norm.weight"].shape[0]
     ones = np.ones(width, np.float32)
@@ -162,8 +170,11 @@ def answer_and_score_all(
 
 @contextmanager
 def keep_rejected() -> Iterator[None]:
-    """Plant the bug that all drafts count as accepted."""
-    with mock.patch.object(StepGuard, "reject", return_value=None):
+    """Plant the bug that all drafts count as accepted, on either runner."""
+    with (
+        mock.patch.object(StepGuard, "reject", return_value=None),
+        mock.patch.object(StepRows, "leave_out", lambda rows, rejected_R: rows),
+    ):
         yield
 
 
@@ -175,6 +186,32 @@ def allow_gpu() -> None:
         one for one in check_engine.REFUSED_MODES if one[0] != check_engine.SPECULATION_ON_A_GPU
     ]
     check_engine.REFUSED_MODES = tuple(left)  # type: ignore[misc]
+
+
+# What `use_v2_on_cpu` needs from the start of a process on.
+V2_ON_CPU: Final = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
+
+
+def use_v2_on_cpu() -> None:
+    """Have vLLM's CPU build run the V2 model runner, and schedule ahead, as on a GPU.
+
+    Its kernels run in Triton's interpreter. vLLM looks for Triton's CPU backend
+    (triton_utils/importing.py, 0.32:39), and schedules nothing ahead on a CPU (platforms/cpu.py,
+    0.32:331); methods that it cannot schedule ahead for it refuses later (config/vllm.py, 0.32).
+    """
+    from triton.backends import backends
+
+    driver = SimpleNamespace(is_active=lambda: True)
+    backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def update(cls: Any, config: Any) -> None:
+        original(cls, config)
+        config.scheduler_config.async_scheduling = config.speculative_config.method != "ngram"
+
+    CpuPlatform.check_and_update_config = classmethod(update)
 
 
 @contextmanager

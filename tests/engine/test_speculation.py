@@ -1,6 +1,8 @@
 """With drafts and without them an engine gives the same answers, rows, captures and decisions.
 
-Greedily, in float32, on a tiny model; each method of speculation against one engine without it.
+Greedily, in float32, on a tiny model; each method of speculation against one engine without it. Also
+with the V2 model runner and steps that are scheduled ahead, as on a GPU: what the host knows there
+of a step, and what only the device knows, is the same on a CPU.
 """
 
 from __future__ import annotations
@@ -51,15 +53,29 @@ LOAD: Final = attribution.Plan(
     vocabulary=speculating.VOCABULARY,
     num_drafts=speculating.NUM_DRAFTS,
 )
-# By name: vLLM's method, and how many ranks the model has.
-WAYS: Final = {
-    "ngram": ("ngram", 1),
-    "draft_model": ("draft_model", 1),
-    "eagle": ("eagle", 1),
-    "mtp": ("mtp", 1),
-    "ngram-tp2": ("ngram", 2),
-    "draft_model-tp2": ("draft_model", 2),
-    "eagle-tp2": ("eagle", 2),
+V2: Final = {"plant": speculating.use_v2_on_cpu, "environment": speculating.V2_ON_CPU}
+# What gives an engine several ranks, each in a process of its own.
+SPREAD: Final = {
+    "tensor_parallel_size": 2,
+    "environment": {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the test sends a function to the ranks
+    },
+}
+# By name: vLLM's method, and what the engine is given besides.
+WAYS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "ngram": ("ngram", {}),
+    "draft_model": ("draft_model", {}),
+    "eagle": ("eagle", {}),
+    "mtp": ("mtp", {}),
+    "ngram-tp2": ("ngram", SPREAD),
+    "draft_model-tp2": ("draft_model", SPREAD),
+    "eagle-tp2": ("eagle", SPREAD),
+    "ngram-v2": ("ngram", V2),
+    "draft_model-v2": ("draft_model", V2),
+    "eagle-v2": ("eagle", V2),
+    "mtp-v2": ("mtp", V2),
 }
 QUICK: Final = ("ngram", "draft_model")
 SLOW: Final = pytest.mark.layouts
@@ -211,18 +227,6 @@ class Speculating:
     alone: Run
 
 
-def _spread(num_ranks: int) -> dict[str, Any]:
-    """What gives an engine several ranks, each in a process of its own."""
-    if num_ranks == 1:
-        return {}
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the test sends a function to the ranks
-    }
-    return {"tensor_parallel_size": num_ranks, "environment": environment}
-
-
 def _params(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=[] if name in QUICK else SLOW, id=name) for name in names]
 
@@ -236,11 +240,11 @@ def speculation(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Speculating]:
     name = str(request.param)
-    method, num_ranks = WAYS[name]
+    method, changes = WAYS[name]
     model = folders.mtp if method == "mtp" else folders.target
     alone = run_alone(model)
     captures = tmp_path_factory.mktemp(name) / "store"
-    given = _spread(num_ranks) | {"speculative_config": _speculative(method, folders)}
+    given = changes | {"speculative_config": _speculative(method, folders)}
     with _start(model, runtime, captures, **given) as engine:
         run, drafts = engine.call(speculating.with_drafts, _run)
         yield Speculating(name, engine, run, drafts, alone)
@@ -347,7 +351,7 @@ def test_no_row_lands_on_another_request_and_no_rejected_draft_is_one(
 
 # A bug is planted in the process of the LLM; ranks have processes of their own.
 @pytest.mark.parametrize(
-    "speculation", _params(name for name in WAYS if WAYS[name][1] == 1), indirect=True
+    "speculation", _params(name for name in WAYS if WAYS[name][1] is not SPREAD), indirect=True
 )
 @pytest.mark.parametrize(
     "mutant", [speculating.keep_rejected, mutants.rows_shifted_by_one], ids=lambda one: one.__name__
