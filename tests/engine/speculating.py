@@ -173,19 +173,9 @@ def keep_rejected() -> Iterator[None]:
     """Plant the bug that all drafts count as accepted, on either runner."""
     with (
         mock.patch.object(StepGuard, "reject", return_value=None),
-        mock.patch.object(StepRows, "leave_out", lambda rows, rejected_R: rows),
+        mock.patch.object(StepRows, "leave_out", lambda rows, _: rows),
     ):
         yield
-
-
-def allow_gpu() -> None:
-    """Leave out the refusal that stands until the tests of a GPU have passed."""
-    from clairai.compat import check_engine
-
-    left = [
-        one for one in check_engine.REFUSED_MODES if one[0] != check_engine.SPECULATION_ON_A_GPU
-    ]
-    check_engine.REFUSED_MODES = tuple(left)  # type: ignore[misc]
 
 
 # What `use_v2_on_cpu` needs from the start of a process on.

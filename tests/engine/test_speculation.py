@@ -1,8 +1,8 @@
 """With drafts and without them an engine gives the same answers, rows, captures and decisions.
 
-Greedily, in float32, on a tiny model; each method of speculation against one engine without it. Also
-with the V2 model runner and steps that are scheduled ahead, as on a GPU: what the host knows there
-of a step, and what only the device knows, is the same on a CPU.
+Greedily, in float32, on a tiny model; each method of speculation against one engine without it.
+Also with the V2 model runner and steps that are scheduled ahead, as on a GPU: what the host knows
+there of a step, and what only the device knows, is the same on a CPU.
 """
 
 from __future__ import annotations

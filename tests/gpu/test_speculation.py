@@ -43,7 +43,6 @@ def start(model: Path, runtime: Path, speculative: dict[str, Any], **changes: An
     return EngineProcess(
         runtime=runtime,
         environment={"VLLM_USE_V2_MODEL_RUNNER": changes.pop("runner", "1")},
-        plant=speculating.allow_gpu,
         model=str(model),
         skip_tokenizer_init=True,
         dtype="bfloat16",
@@ -128,3 +127,9 @@ def test_steering_is_refused_with_speculation(tmp_path: Path, runtime: Path) -> 
     target, speculative = _make("ngram", tmp_path)
     with pytest.raises(EngineFailed, match="do not go with speculative decoding on a GPU"):
         start(target, runtime, speculative, steering=True)
+
+
+def test_the_v1_runner_is_refused_with_speculation(tmp_path: Path, runtime: Path) -> None:
+    target, speculative = _make("ngram", tmp_path)
+    with pytest.raises(EngineFailed, match="speculative decoding on a GPU with the V1 model"):
+        start(target, runtime, speculative, runner="0")

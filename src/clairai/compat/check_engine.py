@@ -168,11 +168,6 @@ def _is_on_cpu(config: Any) -> bool:
     return str(_read_path(config, "device_config.device_type")) == "cpu"
 
 
-# Written, and not proven: tests/gpu/test_speculation.py runs without this line. It goes when those
-# tests have passed.
-SPECULATION_ON_A_GPU: Final = "speculative decoding on a GPU (not proven there)"
-
-
 # Each of these would give wrong or missing rows, or has not been proven to give right ones.
 REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
     (
@@ -226,7 +221,6 @@ REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
             or _read_path(config, "compilation_config.pass_config.enable_sequence_parallelism")
         ),
     ),
-    (SPECULATION_ON_A_GPU, lambda config: _is_speculating(config) and not _is_on_cpu(config)),
     (
         "speculative decoding on a GPU with the V1 model runner (it rejects drafts after the step "
         "is published)",

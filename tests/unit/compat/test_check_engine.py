@@ -156,7 +156,6 @@ def test_every_refused_mode_is_listed_here() -> None:
     elsewhere = (
         EXPERTS,
         "pipeline parallelism on a GPU",
-        "speculative decoding on a GPU",
         "speculative decoding on a GPU with the V1 model runner",
         "speculative decoding with adaptive verification",
         "speculative decoding with pipeline parallelism",
@@ -172,7 +171,7 @@ def test_every_refused_mode_is_listed_here() -> None:
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "mtp"])
-def test_speculation_is_served_on_a_cpu_by_methods_and_releases_that_were_tried(
+def test_speculation_is_served_by_methods_runners_and_releases_that_were_tried(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_engine, "vllm_version", lambda: "0.32.0+cpu")
@@ -180,11 +179,10 @@ def test_speculation_is_served_on_a_cpu_by_methods_and_releases_that_were_tried(
     assert list_refused_modes(speculating) == []
     speculating.device_config.device_type = "cuda"
     assert [reason.partition(" (")[0] for reason in list_refused_modes(speculating)] == [
-        "speculative decoding on a GPU",
         "speculative decoding on a GPU with the V1 model runner",
     ]
     speculating.use_v2_model_runner = True
-    assert list_refused_modes(speculating) == [check_engine.SPECULATION_ON_A_GPU]
+    assert list_refused_modes(speculating) == []
     speculating.device_config.device_type = "cpu"
     monkeypatch.setattr(check_engine, "vllm_version", lambda: "0.31.2")
     (reason,) = list_refused_modes(speculating)
