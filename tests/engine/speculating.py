@@ -16,15 +16,19 @@ from typing import Any, Final
 from unittest import mock
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 import clairai
 from clairai.engine.publish.step_rows import StepRows
+from clairai.engine.steer.worker_steering import WorkerSteering
+from clairai.engine.step import StepBatch
 from clairai.engine.step_guard import StepGuard
-from tests.engine import models, steering
+from tests.engine import attribution, models, steering
 from tests.engine.steering import Answer, Ask
 
 NUM_DRAFTS: Final = 3
+NUM_STEERED: Final = 40  # tokens of an answer that is steered
 VOCABULARY: Final = int(models.SHAPE["vocab_size"])
 WIDTH: Final = int(models.SHAPE["hidden_size"])
 Tensors = dict[str, NDArray[np.float32]]
@@ -166,6 +170,110 @@ def answer_and_score_all(
     found = [scores[0] for scores in clairai.scores(llm, outputs)]
     answers = [steering.read(output) for output in outputs]
     return answers, [one.scores_NP.copy() for one in found], [one.missing for one in found]
+
+
+@dataclass(frozen=True)
+class SteeringVerdict:
+    """Which rows were steered, against the positions and tokens of the answers."""
+
+    rows: int
+    steered: int
+    wrong: list[str]
+
+
+def judge_steering(llm: Any, num_requests: int, seed: int) -> SteeringVerdict:
+    """Steer answers at some of their positions, or from a certain token on; judge every row.
+
+    At `pre_attn.0` a row is its token's embedding, so that its score says whether it was steered,
+    and which tokens open the gate is known beforehand. A latch that a rejected draft had opened
+    would steer rows before such a token.
+    """
+    vocabulary_VD = attribution.embeddings(llm)
+    push_D, gate_D = np.linalg.qr(
+        np.random.default_rng(1).standard_normal((vocabulary_VD.shape[1], 2))
+    )[0].T.astype(np.float32)
+    plain_V, opens_V = vocabulary_VD @ push_D, vocabulary_VD @ gate_D
+    threshold = _find_gap(opens_V, share=0.97)
+    length = 20 * float(plain_V.std())
+    point = clairai.Point.parse(attribution.POINT)
+    bank, vectors = clairai.ProbeBank(llm), clairai.VectorBank(llm)
+    bank.add(clairai.Probe("push", point, push_D), clairai.Probe("opener", point, gate_D))
+    vectors.add(clairai.Vector("shove", {point: length * push_D}))
+    rng = np.random.default_rng(seed)
+    asks = [_ask_steered(rng, len(vocabulary_VD), threshold) for _ in range(num_requests)]
+    outputs = steering.generate(llm, [ask for ask, _ in asks])
+    found = [one[0] for one in clairai.scores(llm, outputs)]
+    vectors.remove("shove")
+    bank.remove("push", "opener")
+    rows, steered, wrong = 0, 0, list[str]()
+    for number, ((ask, ranges), one) in enumerate(zip(asks, found, strict=True)):
+        token_ids, score_N = one.token_ids, one["push"]
+        is_open_N = np.zeros(len(token_ids), bool)
+        for start, end in ranges or ():
+            is_open_N[start:end] = True
+        if ranges is None:
+            num_prompt = len(ask.prompt)
+            is_open_N[num_prompt:] = np.logical_or.accumulate(
+                opens_V[token_ids[num_prompt:]] >= threshold
+            )
+        is_steered_N = score_N - plain_V[token_ids] > length / 2
+        is_known_N = ~np.isnan(score_N)
+        rows += int(is_known_N.sum())
+        steered += int(is_steered_N.sum())
+        at = np.flatnonzero(is_known_N & (is_steered_N != is_open_N))
+        kind = "latch" if ranges is None else f"positions {ranges}"
+        wrong += [f"{number}@{position} by {kind}" for position in at.tolist()]
+    return SteeringVerdict(rows, steered, wrong)
+
+
+def judge_steering_with(
+    llm: Any, mutant: Callable[[], Any], num_requests: int, seed: int
+) -> SteeringVerdict:
+    with mutant():
+        return judge_steering(llm, num_requests, seed)
+
+
+def _find_gap(values_N: NDArray[np.float32], share: float) -> float:
+    """A number that about this share of the values lies below, and none lies at."""
+    sorted_N = np.sort(values_N)
+    middle = int(share * len(sorted_N))
+    near_M = sorted_N[middle - 8 : middle + 8]
+    widest = int(np.diff(near_M).argmax())
+    return float(near_M[widest : widest + 2].mean())
+
+
+def _ask_steered(
+    rng: np.random.Generator, vocabulary: int, threshold: float
+) -> tuple[Ask, list[tuple[int, int]] | None]:
+    """A request, and where it is steered; None: from the token on that opens its gate."""
+    prompt = tuple(rng.integers(3, vocabulary, int(rng.integers(1, 60))).tolist())
+    entry: dict[str, Any] = {"vector": "shove", "scale": 1.0}
+    if rng.random() < 0.5:
+        gate = {"probe": "opener", "threshold": threshold, "latch": True}
+        return Ask(prompt, (entry | {"when": "generation", "gate": gate},), NUM_STEERED), None
+    edges = np.sort(rng.choice(np.arange(1, NUM_STEERED), 6, replace=False)) + len(prompt)
+    ranges = [(int(start), int(end)) for start, end in edges.reshape(3, 2)]
+    entry["when"] = {"positions": [list(one) for one in ranges]}
+    return Ask(prompt, (entry,), NUM_STEERED), ranges
+
+
+@contextmanager
+def remember_rejected() -> Iterator[None]:
+    """Plant the bug that gates remember drafts that were rejected."""
+    with mock.patch.object(WorkerSteering, "_forget", return_value=None):
+        yield
+
+
+@contextmanager
+def trust_the_host() -> Iterator[None]:
+    """Plant the bug that rows are steered where the host expects them."""
+    original = WorkerSteering.place
+
+    def place(self: WorkerSteering, batch: StepBatch) -> None:
+        original(self, structs.replace(batch, lowest_R=None))
+
+    with mock.patch.object(WorkerSteering, "place", place):
+        yield
 
 
 @contextmanager

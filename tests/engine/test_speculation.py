@@ -77,6 +77,8 @@ WAYS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "eagle-v2": ("eagle", V2),
     "mtp-v2": ("mtp", V2),
 }
+# Steps of which are scheduled before it is known which drafts of the last one stand.
+AHEAD: Final = ("draft_model-v2", "eagle-v2", "mtp-v2")
 QUICK: Final = ("ngram", "draft_model")
 SLOW: Final = pytest.mark.layouts
 
@@ -362,6 +364,26 @@ def test_the_attribution_check_catches_a_draft_that_counts_as_a_row(
     short = replace(LOAD, num_requests=12)
     verdict = speculation.engine.call(mutants.run, mutant, short)
     assert verdict.wrong or verdict.unaccounted
+
+
+def test_every_row_is_steered_by_its_own_position_and_by_gates_that_know_no_rejected_draft(
+    speculation: Speculating,
+) -> None:
+    verdict = speculation.engine.call(speculating.judge_steering, 16, 3)
+    assert verdict.wrong == []
+    assert 0 < verdict.steered < verdict.rows
+
+
+@pytest.mark.parametrize("speculation", _params(("draft_model", *AHEAD)), indirect=True)
+def test_a_gate_that_remembers_a_rejected_draft_is_caught(speculation: Speculating) -> None:
+    mutant = speculating.remember_rejected
+    assert speculation.engine.call(speculating.judge_steering_with, mutant, 16, 3).wrong
+
+
+@pytest.mark.parametrize("speculation", _params(AHEAD), indirect=True)
+def test_steering_by_positions_that_the_host_expects_is_caught(speculation: Speculating) -> None:
+    mutant = speculating.trust_the_host
+    assert speculation.engine.call(speculating.judge_steering_with, mutant, 16, 3).wrong
 
 
 def _score_new(llm: Any, folder: Path) -> list[tuple[list[int], list[str], Any, Any]]:

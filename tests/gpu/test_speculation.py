@@ -1,7 +1,8 @@
 """On a GPU: with drafts, in captured graphs, an accepted token has one row and a rejected one none.
 
-The runner is V2, which knows only on the device which drafts are rejected. The model is small and
-random, and its drafters are made of it, so that they are right now and then.
+And each row is steered by its own position, and by gates that know of no rejected draft. The runner
+is V2, which knows only on the device which drafts are rejected. The model is small and random, and
+its drafters are made of it, so that they are right now and then.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from tests.gpu import forced
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(580)]
 
 METHODS: Final = ("ngram", "draft_model", "eagle", "mtp")
+# Those that vLLM schedules steps for before it knows which drafts of the last one stand.
+AHEAD: Final = ("draft_model", "eagle", "mtp")
+NUM_STEERED: Final = 400  # requests
 LOAD: Final = attribution.Plan(
     num_requests=1000,
     num_at_once=200,
@@ -56,7 +60,7 @@ def start(model: Path, runtime: Path, speculative: dict[str, Any], **changes: An
         kv_cache_memory_bytes=1 << 30,
         disable_log_stats=False,  # else vLLM does not count drafts
         speculative_config=speculative,
-        additional_config=clairai.config(points=points, capacity=16, **changes),
+        additional_config=clairai.config(points=points, capacity=16, steering=True, **changes),
     )
 
 
@@ -123,10 +127,45 @@ def test_the_check_catches_a_draft_that_is_not_marked(method: str, engines: Engi
     assert verdict.wrong or verdict.unaccounted
 
 
-def test_steering_is_refused_with_speculation(tmp_path: Path, runtime: Path) -> None:
+def test_every_row_is_steered_by_its_own_position_and_by_gates_that_know_no_rejected_draft(
+    method: str, engines: Engines, report: Callable[..., None]
+) -> None:
+    """Of as many requests as graphs of whole forwards were captured for, and of others."""
+    verdict, drafts = engines[method].call(
+        speculating.with_drafts, speculating.judge_steering, NUM_STEERED, 3
+    )
+    report(
+        test=f"steering with drafts by {method}",
+        rows=verdict.rows,
+        steered=verdict.steered,
+        wrong=len(verdict.wrong),
+        drafts=drafts.proposed,
+        accepted=drafts.accepted,
+    )
+    assert verdict.wrong[:5] == []
+    assert 0 < verdict.steered < verdict.rows
+    assert drafts.accepted > 0
+
+
+def test_the_check_catches_a_gate_that_remembers_a_rejected_draft(
+    method: str, engines: Engines
+) -> None:
+    mutant = speculating.remember_rejected
+    assert engines[method].call(speculating.judge_steering_with, mutant, NUM_STEERED, 3).wrong
+
+
+@pytest.mark.parametrize("method", AHEAD, indirect=True)
+def test_the_check_catches_steering_by_positions_that_the_host_expects(
+    method: str, engines: Engines
+) -> None:
+    mutant = speculating.trust_the_host
+    assert engines[method].call(speculating.judge_steering_with, mutant, NUM_STEERED, 3).wrong
+
+
+def test_captures_are_refused_with_speculation(tmp_path: Path, runtime: Path) -> None:
     target, speculative = _make("ngram", tmp_path)
-    with pytest.raises(EngineFailed, match="do not go with speculative decoding on a GPU"):
-        start(target, runtime, speculative, steering=True)
+    with pytest.raises(EngineFailed, match="captures do not go with speculative decoding"):
+        start(target, runtime, speculative, capture={"folder": str(tmp_path / "captures")})
 
 
 def test_the_v1_runner_is_refused_with_speculation(tmp_path: Path, runtime: Path) -> None:

@@ -326,15 +326,15 @@ def check_core_settings(vllm_config: Any, captures: CaptureSettings | None) -> N
 def check_speculation(vllm_config: Any, settings: Settings) -> None:
     """Refuse what needs to know on the host which drafts of a step are rejected.
 
-    Where they come from only the device knows; maps of steering and selections of captured rows are
-    made by positions that the host knows.
+    On a GPU only the device knows it; selections of captured rows are made by positions that the
+    host knows.
     """
     if not _is_speculating(vllm_config) or _is_on_cpu(vllm_config):
         return
-    if settings.is_steering or settings.capture_settings is not None:
+    if settings.capture_settings is not None:
         raise UnsupportedError(
-            "steering and captures do not go with speculative decoding on a GPU: positions of "
-            "drafts are known there alone; start without them, or without speculative_config"
+            "captures do not go with speculative decoding on a GPU: positions of drafts are known "
+            "there alone; start without capture, or without speculative_config"
         )
 
 

@@ -190,6 +190,7 @@ def _install_taps(worker: Any, resolved: ResolvedSettings) -> None:
         _connect_stage(worker, names_of_stages, earlier)
     if settings.is_steering:  # before the first graph is captured, which keeps the address
         worker.clairai_steer_tables.use_token_ids(worker.clairai_inputs().token_ids_T)
+        worker.clairai_steer_tables.use_positions(worker.clairai_inputs().positions_T)
     worker.clairai_tap_proof = TapProof(
         worker.vllm_config.compilation_config.static_forward_context,
         CONFIG_KEY,

@@ -261,14 +261,15 @@ def test_speculation_goes_with_several_ranks_and_not_with_stages(
     assert reason.startswith("speculative decoding with pipeline parallelism")
 
 
-@pytest.mark.parametrize("asked", [{"steering": True}, {"capture": {"folder": "captures"}}])
-def test_on_a_gpu_speculation_goes_with_neither_steering_nor_captures(asked: Any) -> None:
+def test_on_a_gpu_speculation_goes_with_steering_and_not_with_captures() -> None:
     speculating = config("speculative_config", SimpleNamespace(method="eagle"))
-    settings = Settings(**asked)
+    settings = Settings(capture={"folder": "captures"})
     check_engine.check_speculation(speculating, settings)
     speculating.device_config.device_type = "cuda"
-    check_engine.check_speculation(speculating, Settings())
-    with pytest.raises(UnsupportedError, match="do not go with speculative decoding on a GPU"):
+    check_engine.check_speculation(speculating, Settings(steering=True))
+    with pytest.raises(
+        UnsupportedError, match="captures do not go with speculative decoding on a GPU"
+    ):
         check_engine.check_speculation(speculating, settings)
     check_engine.check_speculation(SimpleNamespace(), settings)
 

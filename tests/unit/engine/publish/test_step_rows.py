@@ -103,7 +103,7 @@ def test_rows_that_a_preempted_request_computes_again_are_flagged() -> None:
 def ahead(start: int, count: int, num_drafts: int = 0) -> StepBatch:
     """A step of one request whose drafts only the device knows."""
     counts_R, starts_R = np.array([count], np.int32), np.array([start], np.int32)
-    return StepBatch(["r"], counts_R, starts_R, np.array([num_drafts], np.int32), is_ahead=True)
+    return StepBatch(["r"], counts_R, starts_R, np.array([num_drafts], np.int32), starts_R)
 
 
 def flags_of(builder: RowBuilder, start: int, count: int) -> list[int]:
