@@ -20,11 +20,12 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 import clairai
+from clairai.engine.capture.row_copier import RowCopier
 from clairai.engine.publish.step_rows import StepRows
 from clairai.engine.steer.worker_steering import WorkerSteering
 from clairai.engine.step import StepBatch
 from clairai.engine.step_guard import StepGuard
-from tests.engine import attribution, models, steering
+from tests.engine import attribution, capturing, models, steering
 from tests.engine.steering import Answer, Ask
 
 NUM_DRAFTS: Final = 3
@@ -255,6 +256,68 @@ def _ask_steered(
     ranges = [(int(start), int(end)) for start, end in edges.reshape(3, 2)]
     entry["when"] = {"positions": [list(one) for one in ranges]}
     return Ask(prompt, (entry,), NUM_STEERED), ranges
+
+
+@dataclass(frozen=True)
+class CaptureVerdict:
+    """What was captured, against the tokens of the answers."""
+
+    rows: int
+    wrong: list[str]
+    extra: int  # rows that were stored besides: of rejected drafts, or of preempted requests
+
+
+def judge_captures(llm: Any, num_requests: int, seed: int) -> CaptureVerdict:
+    """Capture some positions of answers, or all; judge every row.
+
+    At `pre_attn.0` a row is its token's embedding. The last token of an answer is not forwarded.
+    """
+    vocabulary_VD = attribution.embeddings(llm)
+    rng = np.random.default_rng(seed)
+    asks, wanted = [], []
+    for _ in range(num_requests):
+        prompt = tuple(rng.integers(3, len(vocabulary_VD), int(rng.integers(1, 60))).tolist())
+        num_all = len(prompt) + NUM_STEERED - 1
+        edges = np.sort(rng.choice(np.arange(1, NUM_STEERED - 1), 6, replace=False)) + len(prompt)
+        ranges = edges.reshape(3, 2).tolist() if rng.random() < 0.7 else [[0, num_all]]
+        positions = [{"from": start, "to": end} for start, end in ranges]
+        fields = {"points": [attribution.POINT], "positions": positions}
+        asks.append(capturing.Ask(prompt, fields, num_new=NUM_STEERED))
+        wanted.append([position for start, end in ranges for position in range(start, end)])
+    rows, extra, wrong = 0, 0, list[str]()
+    found = [one for (one,) in capturing.capture(llm, asks)]
+    for number, (ask, at_N, one) in enumerate(zip(asks, wanted, found, strict=True)):
+        token_ids = np.array([*ask.prompt, *one.token_ids])
+        if (one.state, one.lost) != ("kept", 0):
+            wrong.append(f"{number} is {one.state}, {one.lost} lost: {one.reason}")
+            continue
+        if [*one.positions] != at_N or [*one.tokens] != token_ids[at_N].tolist():
+            wrong.append(f"{number} has {one.positions}, not {at_N}, of {one.tokens}")
+            continue
+        rows += len(at_N)
+        extra += one.told - len(at_N)
+        errors_N = np.abs(one.rows[attribution.POINT] - vocabulary_VD[one.tokens, :]).max(1)
+        wrong += [f"{number}@{at_N[at]} is another's" for at in np.flatnonzero(errors_N)]
+    return CaptureVerdict(rows, wrong, extra)
+
+
+def judge_captures_with(
+    llm: Any, mutant: Callable[[], Any], num_requests: int, seed: int
+) -> CaptureVerdict:
+    with mutant():
+        return judge_captures(llm, num_requests, seed)
+
+
+@contextmanager
+def capture_rejected() -> Iterator[None]:
+    """Plant the bug that rows of rejected drafts are captured."""
+
+    def keep(self: RowCopier, rejected_R: Any) -> None:
+        original(self, rejected_R * 0)
+
+    original = RowCopier._keep_rejected
+    with mock.patch.object(RowCopier, "_keep_rejected", keep):
+        yield
 
 
 @contextmanager

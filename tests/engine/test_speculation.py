@@ -386,6 +386,21 @@ def test_steering_by_positions_that_the_host_expects_is_caught(speculation: Spec
     assert speculation.engine.call(speculating.judge_steering_with, mutant, 16, 3).wrong
 
 
+def test_every_captured_row_is_its_tokens_and_none_is_a_rejected_drafts(
+    speculation: Speculating,
+) -> None:
+    """Of ranges within answers; of so few requests that none is preempted."""
+    verdict = speculation.engine.call(speculating.judge_captures, 5, 3)
+    assert (verdict.wrong, verdict.extra) == ([], 0)
+    assert verdict.rows > 100
+
+
+@pytest.mark.parametrize("speculation", _params(AHEAD), indirect=True)
+def test_a_rejected_draft_that_is_captured_is_caught(speculation: Speculating) -> None:
+    mutant = speculating.capture_rejected
+    assert speculation.engine.call(speculating.judge_captures_with, mutant, 5, 3).extra > 0
+
+
 def _score_new(llm: Any, folder: Path) -> list[tuple[list[int], list[str], Any, Any]]:
     """Sends other weights, then scores what the engine answers."""
     steering.add_probes(llm, PROBES)

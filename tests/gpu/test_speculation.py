@@ -27,6 +27,7 @@ METHODS: Final = ("ngram", "draft_model", "eagle", "mtp")
 # Those that vLLM schedules steps for before it knows which drafts of the last one stand.
 AHEAD: Final = ("draft_model", "eagle", "mtp")
 NUM_STEERED: Final = 400  # requests
+NUM_CAPTURED: Final = 40
 LOAD: Final = attribution.Plan(
     num_requests=1000,
     num_at_once=200,
@@ -81,13 +82,19 @@ def _make(method: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     return target, {"method": method, "num_speculative_tokens": num_drafts, **given[method]()}
 
 
+def _capture_into(folder: Path) -> dict[str, Any]:
+    return {"consumers": {"fs": {"folder": str(folder / "captures")}}, "to": ["fs"]}
+
+
 @pytest.fixture(scope="module")
 def engines(runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """All started at the same time: a start takes most of a test's time."""
     made = {method: _make(method, tmp_path_factory.mktemp(method)) for method in METHODS}
     with ThreadPoolExecutor(len(made)) as pool, ExitStack() as opened:
         starting = {
-            method: pool.submit(start, target, runtime, speculative)
+            method: pool.submit(
+                start, target, runtime, speculative, capture=_capture_into(target.parent)
+            )
             for method, (target, speculative) in made.items()
         }
         yield {method: opened.enter_context(each.result()) for method, each in starting.items()}
@@ -162,10 +169,20 @@ def test_the_check_catches_steering_by_positions_that_the_host_expects(
     assert engines[method].call(speculating.judge_steering_with, mutant, NUM_STEERED, 3).wrong
 
 
-def test_captures_are_refused_with_speculation(tmp_path: Path, runtime: Path) -> None:
-    target, speculative = _make("ngram", tmp_path)
-    with pytest.raises(EngineFailed, match="captures do not go with speculative decoding"):
-        start(target, runtime, speculative, capture={"folder": str(tmp_path / "captures")})
+def test_every_captured_row_is_its_tokens_and_none_is_a_rejected_drafts(
+    method: str, engines: Engines, report: Callable[..., None]
+) -> None:
+    """Of so few requests that none is preempted."""
+    verdict = engines[method].call(speculating.judge_captures, NUM_CAPTURED, 3)
+    report(test=f"captures with drafts by {method}", rows=verdict.rows, wrong=len(verdict.wrong))
+    assert (verdict.wrong[:5], verdict.extra) == ([], 0)
+    assert verdict.rows > 10 * NUM_CAPTURED
+
+
+@pytest.mark.parametrize("method", AHEAD, indirect=True)
+def test_the_check_catches_a_rejected_draft_that_is_captured(method: str, engines: Engines) -> None:
+    mutant = speculating.capture_rejected
+    assert engines[method].call(speculating.judge_captures_with, mutant, NUM_CAPTURED, 3).extra > 0
 
 
 def test_the_v1_runner_is_refused_with_speculation(tmp_path: Path, runtime: Path) -> None:

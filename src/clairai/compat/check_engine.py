@@ -12,7 +12,6 @@ from typing import Any, Final
 from clairai.capture.capture_settings import CaptureSettings
 from clairai.compat.kv_connectors import KEYED_CONNECTORS, find_unkeyed_connector
 from clairai.errors import UnsupportedError
-from clairai.settings import Settings
 
 # docs/matrix.md: all were run on a CPU, and all but 0.27 on a GPU.
 FIRST_VLLM: Final = (0, 26)
@@ -321,21 +320,6 @@ def check_core_settings(vllm_config: Any, captures: CaptureSettings | None) -> N
         return
     if captures is not None:
         captures.check_for_cores()
-
-
-def check_speculation(vllm_config: Any, settings: Settings) -> None:
-    """Refuse what needs to know on the host which drafts of a step are rejected.
-
-    On a GPU only the device knows it; selections of captured rows are made by positions that the
-    host knows.
-    """
-    if not _is_speculating(vllm_config) or _is_on_cpu(vllm_config):
-        return
-    if settings.capture_settings is not None:
-        raise UnsupportedError(
-            "captures do not go with speculative decoding on a GPU: positions of drafts are known "
-            "there alone; start without capture, or without speculative_config"
-        )
 
 
 def check_steering_mode(vllm_config: Any) -> None:

@@ -261,19 +261,6 @@ def test_speculation_goes_with_several_ranks_and_not_with_stages(
     assert reason.startswith("speculative decoding with pipeline parallelism")
 
 
-def test_on_a_gpu_speculation_goes_with_steering_and_not_with_captures() -> None:
-    speculating = config("speculative_config", SimpleNamespace(method="eagle"))
-    settings = Settings(capture={"folder": "captures"})
-    check_engine.check_speculation(speculating, settings)
-    speculating.device_config.device_type = "cuda"
-    check_engine.check_speculation(speculating, Settings(steering=True))
-    with pytest.raises(
-        UnsupportedError, match="captures do not go with speculative decoding on a GPU"
-    ):
-        check_engine.check_speculation(speculating, settings)
-    check_engine.check_speculation(SimpleNamespace(), settings)
-
-
 class FoundDevice:
     """vLLM's current_platform, of one kind."""
 
