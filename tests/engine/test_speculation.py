@@ -374,7 +374,10 @@ def test_every_row_is_steered_by_its_own_position_and_by_gates_that_know_no_reje
     assert 0 < verdict.steered < verdict.rows
 
 
-@pytest.mark.parametrize("speculation", _params(("draft_model", *AHEAD)), indirect=True)
+# Of MTP too few drafts are rejected while a gate is closed.
+@pytest.mark.parametrize(
+    "speculation", _params(("draft_model", "draft_model-v2", "eagle-v2")), indirect=True
+)
 def test_a_gate_that_remembers_a_rejected_draft_is_caught(speculation: Speculating) -> None:
     mutant = speculating.remember_rejected
     assert speculation.engine.call(speculating.judge_steering_with, mutant, 16, 3).wrong
