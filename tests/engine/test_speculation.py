@@ -1,6 +1,8 @@
 """With drafts and without them an engine gives the same answers, rows, captures and decisions.
 
 Greedily, in float32, on a tiny model; each method of speculation against one engine without it.
+Also with the V2 model runner and steps that are scheduled ahead, as on a GPU: what the host knows
+there of a step, and what only the device knows, is the same on a CPU.
 """
 
 from __future__ import annotations
@@ -51,16 +53,32 @@ LOAD: Final = attribution.Plan(
     vocabulary=speculating.VOCABULARY,
     num_drafts=speculating.NUM_DRAFTS,
 )
-# By name: vLLM's method, and how many ranks the model has.
-WAYS: Final = {
-    "ngram": ("ngram", 1),
-    "draft_model": ("draft_model", 1),
-    "eagle": ("eagle", 1),
-    "mtp": ("mtp", 1),
-    "ngram-tp2": ("ngram", 2),
-    "draft_model-tp2": ("draft_model", 2),
-    "eagle-tp2": ("eagle", 2),
+V2: Final = {"plant": speculating.use_v2_on_cpu, "environment": speculating.V2_ON_CPU}
+# What gives an engine several ranks, each in a process of its own.
+SPREAD: Final = {
+    "tensor_parallel_size": 2,
+    "environment": {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the test sends a function to the ranks
+    },
 }
+# By name: vLLM's method, and what the engine is given besides.
+WAYS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "ngram": ("ngram", {}),
+    "draft_model": ("draft_model", {}),
+    "eagle": ("eagle", {}),
+    "mtp": ("mtp", {}),
+    "ngram-tp2": ("ngram", SPREAD),
+    "draft_model-tp2": ("draft_model", SPREAD),
+    "eagle-tp2": ("eagle", SPREAD),
+    "ngram-v2": ("ngram", V2),
+    "draft_model-v2": ("draft_model", V2),
+    "eagle-v2": ("eagle", V2),
+    "mtp-v2": ("mtp", V2),
+}
+# Steps of which are scheduled before it is known which drafts of the last one stand.
+AHEAD: Final = ("draft_model-v2", "eagle-v2", "mtp-v2")
 QUICK: Final = ("ngram", "draft_model")
 SLOW: Final = pytest.mark.layouts
 
@@ -211,18 +229,6 @@ class Speculating:
     alone: Run
 
 
-def _spread(num_ranks: int) -> dict[str, Any]:
-    """What gives an engine several ranks, each in a process of its own."""
-    if num_ranks == 1:
-        return {}
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the test sends a function to the ranks
-    }
-    return {"tensor_parallel_size": num_ranks, "environment": environment}
-
-
 def _params(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=[] if name in QUICK else SLOW, id=name) for name in names]
 
@@ -236,11 +242,11 @@ def speculation(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Speculating]:
     name = str(request.param)
-    method, num_ranks = WAYS[name]
+    method, changes = WAYS[name]
     model = folders.mtp if method == "mtp" else folders.target
     alone = run_alone(model)
     captures = tmp_path_factory.mktemp(name) / "store"
-    given = _spread(num_ranks) | {"speculative_config": _speculative(method, folders)}
+    given = changes | {"speculative_config": _speculative(method, folders)}
     with _start(model, runtime, captures, **given) as engine:
         run, drafts = engine.call(speculating.with_drafts, _run)
         yield Speculating(name, engine, run, drafts, alone)
@@ -347,7 +353,7 @@ def test_no_row_lands_on_another_request_and_no_rejected_draft_is_one(
 
 # A bug is planted in the process of the LLM; ranks have processes of their own.
 @pytest.mark.parametrize(
-    "speculation", _params(name for name in WAYS if WAYS[name][1] == 1), indirect=True
+    "speculation", _params(name for name in WAYS if WAYS[name][1] is not SPREAD), indirect=True
 )
 @pytest.mark.parametrize(
     "mutant", [speculating.keep_rejected, mutants.rows_shifted_by_one], ids=lambda one: one.__name__
@@ -358,6 +364,44 @@ def test_the_attribution_check_catches_a_draft_that_counts_as_a_row(
     short = replace(LOAD, num_requests=12)
     verdict = speculation.engine.call(mutants.run, mutant, short)
     assert verdict.wrong or verdict.unaccounted
+
+
+def test_every_row_is_steered_by_its_own_position_and_by_gates_that_know_no_rejected_draft(
+    speculation: Speculating,
+) -> None:
+    verdict = speculation.engine.call(speculating.judge_steering, 16, 3)
+    assert verdict.wrong == []
+    assert 0 < verdict.steered < verdict.rows
+
+
+# Of MTP too few drafts are rejected while a gate is closed.
+@pytest.mark.parametrize(
+    "speculation", _params(("draft_model", "draft_model-v2", "eagle-v2")), indirect=True
+)
+def test_a_gate_that_remembers_a_rejected_draft_is_caught(speculation: Speculating) -> None:
+    mutant = speculating.remember_rejected
+    assert speculation.engine.call(speculating.judge_steering_with, mutant, 16, 3).wrong
+
+
+@pytest.mark.parametrize("speculation", _params(AHEAD), indirect=True)
+def test_steering_by_positions_that_the_host_expects_is_caught(speculation: Speculating) -> None:
+    mutant = speculating.trust_the_host
+    assert speculation.engine.call(speculating.judge_steering_with, mutant, 16, 3).wrong
+
+
+def test_every_captured_row_is_its_tokens_and_none_is_a_rejected_drafts(
+    speculation: Speculating,
+) -> None:
+    """Of ranges within answers; of so few requests that none is preempted."""
+    verdict = speculation.engine.call(speculating.judge_captures, 5, 3)
+    assert (verdict.wrong, verdict.extra) == ([], 0)
+    assert verdict.rows > 100
+
+
+@pytest.mark.parametrize("speculation", _params(AHEAD), indirect=True)
+def test_a_rejected_draft_that_is_captured_is_caught(speculation: Speculating) -> None:
+    mutant = speculating.capture_rejected
+    assert speculation.engine.call(speculating.judge_captures_with, mutant, 5, 3).extra > 0
 
 
 def _score_new(llm: Any, folder: Path) -> list[tuple[list[int], list[str], Any, Any]]:

@@ -22,18 +22,18 @@ PROMPTS: Final = models.random_prompts(5, (1, 5, 40, 200, 300), VOCABULARY)
 FORCED: Final = (7, 70, 700, 1007, 2000)
 
 
+SHAPE: Final = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,  # of 64, which every attention of a GPU takes
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 512,
+}
+
+
 def model(target: Path) -> Path:
-    """Heads of 64, which every attention of a GPU takes."""
-    return models.tiny(
-        "llama",
-        target,
-        hidden_size=WIDTH,
-        intermediate_size=512,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=512,
-    )
+    return models.tiny("llama", target, **SHAPE)
 
 
 @dataclass(frozen=True)

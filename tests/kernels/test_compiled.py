@@ -22,10 +22,10 @@ HOPPER = GPUTarget("cuda", 90, 32)
 WIDTH = 4096
 POINTERS = {
     **dict.fromkeys(("map_ptr", "words_ptr", "num_ops_ptr", "token_ids_ptr", "ran_ptr"), "*i32"),
-    **dict.fromkeys(("reals_ptr", "vectors_ptr", "gates_ptr", "state_ptr"), "*fp32"),
+    **dict.fromkeys(("reals_ptr", "vectors_ptr", "gates_ptr", "state_ptr", "states_ptr"), "*fp32"),
     **dict.fromkeys(("reads_ptr", "special_ptr"), "*u8"),
 }
-CONSTANTS = ("BLOCK_D", "IS_PAIR")
+CONSTANTS = ("BLOCK_D", "IS_PAIR", "KEEPS_STATES")
 ALIGNED = ("D", "stride_x", "stride_residual")  # as every real width is
 
 
@@ -57,16 +57,18 @@ def test_a_row_that_is_steered_stays_in_registers(
     dtype: str, is_pair: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    check(compiled(steer_kernel.steer, dtype, IS_PAIR=is_pair))
+    for keeps_states in (False, True):
+        check(compiled(steer_kernel.steer, dtype, IS_PAIR=is_pair, KEEPS_STATES=keeps_states))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("kernel", [norm_kernel.norm, norm_kernel.norm_steered])
 def test_a_row_in_its_norm_stays_in_registers(
-    kernel: Any, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    check(compiled(kernel, dtype))
+    check(compiled(norm_kernel.norm, dtype))
+    for keeps_states in (False, True):
+        check(compiled(norm_kernel.norm_steered, dtype, KEEPS_STATES=keeps_states))
 
 
 PROJECT_TYPES = {

@@ -18,7 +18,13 @@ from clairai.engine.steer.steer_kernel import SteerLauncher
 from clairai.engine.steer.steer_tables import SteerTables
 from tests.kernels.planting import planted
 from tests.support.random_plans import WIDTH
-from tests.support.steered_engine import ToyFleet, fixed_history, fleet, random_history
+from tests.support.steered_engine import (
+    ToyFleet,
+    fixed_history,
+    fleet,
+    random_history,
+    speculative_history,
+)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ROUNDING = {"bfloat16": 1.6e-2, "float16": 2e-3, "float32": 2e-6}
@@ -90,6 +96,17 @@ def norm_fleet(module: ModuleType = norm_kernel) -> ToyFleet:
 @pytest.mark.parametrize("seed", range(3))
 def test_every_row_of_any_history_is_steered_as_the_reference_has_it(seed: int) -> None:
     assert random_history(norm_fleet(), np.random.default_rng(seed), num_steps=5) == []
+
+
+def test_gates_forget_drafts_that_were_rejected() -> None:
+    rng = np.random.default_rng(1)
+    assert speculative_history(norm_fleet(), rng, num_steps=4, is_ahead=True) == []
+
+
+def test_a_state_that_is_kept_of_another_row_is_caught(tmp_path: Path) -> None:
+    kept = "tl.store(states_ptr + row.to(tl.int64) * NUM_GATES + g"
+    held = norm_fleet(planted(norm_kernel, tmp_path, kept, kept.replace("row.to", "first.to")))
+    assert speculative_history(held, np.random.default_rng(1), num_steps=4, is_ahead=True)
 
 
 def test_the_drill_is_right() -> None:

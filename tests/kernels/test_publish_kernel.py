@@ -266,7 +266,9 @@ def test_drafts_that_only_the_device_knows_to_be_rejected_are_not_read_as_rows(d
             rejected_R = rng.integers(0, counts_R).astype(np.int32)
             # The host counts what the step before may have rejected.
             starts_R = (nexts + rng.integers(0, 3, 3)).astype(np.int32)
-            rows = both.builder.build(StepBatch(names, counts_R, starts_R, counts_R - 1, True))
+            lowest_R = nexts.astype(np.int32)
+            step_batch = StepBatch(names, counts_R, starts_R, counts_R - 1, lowest_R)
+            rows = both.builder.build(step_batch)
             ends_R = np.cumsum(counts_R)
             within_T = np.arange(ends_R[-1]) - np.repeat(ends_R - counts_R, counts_R)
             positions_T = np.repeat(nexts, counts_R) + within_T

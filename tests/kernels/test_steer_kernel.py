@@ -28,6 +28,7 @@ from tests.support.steered_engine import (
     fixed_history,
     fleet,
     random_history,
+    speculative_history,
     wrong_in,
 )
 
@@ -64,6 +65,20 @@ def test_kernel_and_twin_leave_the_same_state(seed: int) -> None:
             held.step(counts)
     for name in ("state_ZG", "gates_TG", "map_T4", "reads_ZS", "ran_S"):
         torch.testing.assert_close(getattr(left.tables, name), getattr(right.tables, name))
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("seed", range(2))
+def test_gates_forget_drafts_that_were_rejected(seed: int, is_ahead: bool) -> None:
+    rng = np.random.default_rng(seed)
+    assert speculative_history(kernel_fleet(), rng, num_steps=4, is_ahead=is_ahead) == []
+
+
+def test_a_state_that_is_kept_of_another_row_is_caught(tmp_path: Path) -> None:
+    kept = "tl.store(states_ptr + row.to(tl.int64) * NUM_GATES + g"
+    steer = steer_with_bug(tmp_path, kept, kept.replace("row.to", "first.to"))
+    rng = np.random.default_rng(0)
+    assert speculative_history(kernel_fleet(steer=steer), rng, num_steps=4, is_ahead=True)
 
 
 def test_a_program_shared_by_two_plans_leaves_the_gate_state_of_each_alone() -> None:

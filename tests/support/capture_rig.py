@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from clairai.capture.backend import CaptureBackend, open_backend
 from clairai.capture.capture_settings import CaptureSettings
@@ -22,7 +23,7 @@ from clairai.engine.capture.capture_plan import CapturePlan
 from clairai.engine.capture.row_copier import RowCopier
 from clairai.engine.capture.worker_capture import WorkerCapture
 from clairai.engine.score.score_tables import ScoreTables
-from clairai.engine.step import ForwardInputs, NewRequest, RequestMark
+from clairai.engine.step import ForwardInputs, JudgedDrafts, NewRequest, RequestMark
 from clairai.wire import capture_messages
 from tests.support.capture_parts import ToyConsumer, batch
 
@@ -72,10 +73,25 @@ class Rig:
         request = NewRequest(name, f"api-{name}", RequestMark(stream, choice), 4, None, wanted)
         self.capture.begin([request], [])
 
-    def step(self, *laid: tuple[str, int, int], finished: tuple[str, ...] = ()) -> Any:
-        """Run a step and return its stash. The token at position p is 1000 + p."""
+    def step(
+        self,
+        *laid: tuple[str, int, int],
+        finished: tuple[str, ...] = (),
+        rejected: tuple[int, ...] | None = None,
+    ) -> Any:
+        """Run a step and return its stash. The token at position p is 1000 + p.
+
+        With `rejected` only the device knows that so many of each request's last tokens are
+        rejected drafts, and where its rows lie: the host takes them for up to three behind.
+        """
         self.capture.begin([], finished)
-        given = batch(*laid)
+        given, drafts = batch(*laid), None
+        if rejected is not None:
+            spread_R = self.rng.integers(0, 4, len(laid)).astype(np.int32)
+            starts_R = given.starts_R + np.where(given.starts_R > 0, spread_R, 0).astype(np.int32)
+            given = structs.replace(given, starts_R=starts_R, lowest_R=given.starts_R)
+            firsts_R = torch.zeros(len(laid) + 1, dtype=torch.int32)
+            drafts = JudgedDrafts(firsts_R, torch.tensor(rejected).to(self.tables.device))
         num_tokens = int(given.counts_R.sum())
         self.capture.place(given)
         rows_STD = torch.tensor(self.rng.standard_normal((3, num_tokens, WIDTH)) * 3)
@@ -84,7 +100,7 @@ class Rig:
         positions = np.concatenate([np.arange(s, s + n) for _, s, n in laid])
         device = self.tables.device
         tokens = torch.tensor(positions + 1000, dtype=torch.int32, device=device)
-        inputs = ForwardInputs(torch.tensor(positions, device=device), tokens)
+        inputs = ForwardInputs(torch.tensor(positions, device=device), tokens, drafts)
         self.capture.end(lambda: inputs)
         return self.tables.stash_SRD[:, :num_tokens].clone()
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from clairai.engine.steer.steer_tables import SteerTables
 from clairai.engine.steer.steering_plan import SteeringPlan
 from clairai.engine.steer.worker_steering import WorkerSteering
-from clairai.engine.step import StepBatch
+from clairai.engine.step import ForwardInputs, JudgedDrafts, StepBatch
 from tests.support.random_plans import (
     SITE_OF,
     SITES,
@@ -90,7 +90,9 @@ class ToyFleet:
         self.tables, self.steering = tables, steering
         self.live: dict[str, Request] = {}
         self._token_ids_T = torch.zeros(MAX_TOKENS, dtype=torch.int32, device=tables.device)
+        self._positions_T = torch.zeros(MAX_TOKENS, dtype=torch.int64, device=tables.device)
         tables.use_token_ids(self._token_ids_T)
+        tables.use_positions(self._positions_T)
         tables.set_special(SPECIAL)
 
     def open(self, req_id: str, request: Request) -> None:
@@ -110,24 +112,43 @@ class ToyFleet:
             self.steering.add(req_id, request.plan)
 
     def place(
-        self, counts: dict[str, int], drafts_R: NDArray[np.int32] | None = None
+        self,
+        counts: dict[str, int],
+        drafts_R: NDArray[np.int32] | None = None,
+        ahead: np.random.Generator | None = None,
     ) -> list[tuple[Request, int]]:
-        """Lay out a step, and return the request and position of each row."""
+        """Lay out a step, and return the request and position of each row.
+
+        With `ahead` the host knows positions only within bounds, and the device knows them.
+        """
         starts = [self.live[req_id].next_position for req_id in counts]
-        counts_R = np.array([*counts.values()], np.int32)
-        self.steering.place(StepBatch([*counts], counts_R, np.array(starts, np.int32), drafts_R))
-        for req_id, count in counts.items():
-            self.live[req_id].next_position += count
-        return [
+        counts_R, starts_R = np.array([*counts.values()], np.int32), np.array(starts, np.int32)
+        places = [
             (self.live[req_id], start + offset)
             for (req_id, count), start in zip(counts.items(), starts, strict=True)
             for offset in range(count)
         ]
+        self._positions_T[: len(places)] = torch.tensor([position for _, position in places])
+        lowest_R = None
+        if ahead is not None:
+            is_begun_R = starts_R > 0
+            lowest_R = starts_R - is_begun_R * np.minimum(ahead.integers(4), starts_R - 1)
+            starts_R = starts_R + is_begun_R * ahead.integers(4, size=len(starts_R))
+            lowest_R, starts_R = lowest_R.astype(np.int32), starts_R.astype(np.int32)
+        self.steering.place(StepBatch([*counts], counts_R, starts_R, drafts_R, lowest_R))
+        for req_id, count in counts.items():
+            self.live[req_id].next_position += count
+        return places
 
     def step(self, counts: dict[str, int], num_padded: int = 3) -> list[Seen]:
         return self._run(self.place(counts), num_padded)
 
-    def step_with_drafts(self, counts: dict[str, int], rejected: dict[str, int]) -> list[Seen]:
+    def step_with_drafts(
+        self,
+        counts: dict[str, int],
+        rejected: dict[str, int],
+        ahead: np.random.Generator | None = None,
+    ) -> list[Seen]:
         """As `step`, but the last tokens of each request are drafts, and so many are rejected.
 
         Those are other tokens than the request will have there, and are steered as if they had
@@ -135,7 +156,7 @@ class ToyFleet:
         """
         rejected_R = np.array([rejected[req_id] for req_id in counts], np.int32)
         drafts_R = np.maximum(np.array([*counts.values()], np.int32) - 1, 0)
-        places = self.place(counts, drafts_R)
+        places = self.place(counts, drafts_R, ahead)
         at = 0
         for (req_id, count), num_rejected in zip(counts.items(), rejected_R.tolist(), strict=True):
             at += count
@@ -145,7 +166,14 @@ class ToyFleet:
             for row in range(at - num_rejected, at):
                 places[row] = (wrong, places[row][1])
         seen = self._run(places, 3)
-        self.steering.reject(rejected_R)
+        judged = None
+        if ahead is None:
+            self.steering.reject(rejected_R)
+        else:
+            device = self.tables.device
+            starts_R = torch.zeros(len(counts) + 1, dtype=torch.int32, device=device)
+            judged = JudgedDrafts(starts_R, torch.tensor(rejected_R, device=device))
+        self.steering.end(lambda: ForwardInputs(self._positions_T, self._token_ids_T, judged))
         return seen
 
     def _run(self, places: list[tuple[Request, int]], num_padded: int) -> list[Seen]:
@@ -218,8 +246,13 @@ def random_history(
     return found
 
 
-def speculative_history(held: ToyFleet, rng: np.random.Generator, num_steps: int) -> list[str]:
-    """Prefills, then steps of which each request loses some of its last tokens; wrong rows."""
+def speculative_history(
+    held: ToyFleet, rng: np.random.Generator, num_steps: int, *, is_ahead: bool = False
+) -> list[str]:
+    """Prefills, then steps of which each request loses some of its last tokens; wrong rows.
+
+    With `is_ahead` only the device knows which, and where a request has come to.
+    """
     held.tables.keep_states()
     for number in range(3):
         held.open(f"r{number}", Request(rich_plan(rng), seed=int(rng.integers(1 << 30))))
@@ -227,7 +260,8 @@ def speculative_history(held: ToyFleet, rng: np.random.Generator, num_steps: int
     for _ in range(num_steps):
         counts = {req_id: int(rng.integers(1, 5)) for req_id in held.live}
         rejected = {req_id: int(rng.integers(count)) for req_id, count in counts.items()}
-        found += wrong_in(held.step_with_drafts(counts, rejected))
+        ahead = rng if is_ahead else None
+        found += wrong_in(held.step_with_drafts(counts, rejected, ahead))
     return found
 
 

@@ -110,6 +110,10 @@ class StagingLayout(msgspec.Struct, frozen=True, tag="plan", forbid_unknown_fiel
     streams: bytes  # uint64 [E]
     choices: bytes  # uint16 [E]
     prompts: bytes  # int64 [E]: prompt length of each one's request
+    # Of steps whose positions and drafts only the device knows, int64 [E]: the first position of
+    # each range, and one past its last. Rows outside, and rejected drafts, are to be left out.
+    lows: bytes = b""
+    highs: bytes = b""
 
 
 class StagedRows(msgspec.Struct, frozen=True, tag="ticket", forbid_unknown_fields=True):
@@ -134,10 +138,15 @@ class HeldTokens(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     threshold: float
     first: int
     end: int
+    request: int = 0  # index in the step
 
 
 class StagedScores(msgspec.Struct, frozen=True, tag="scores", forbid_unknown_fields=True):
-    """Scores of one step as float32 [probes, tokens]."""
+    """Scores of one step as float32 [probes, tokens].
+
+    Behind them, if `num_requests` is not 0, how many of each request's last tokens are rejected
+    drafts, as int32 [requests].
+    """
 
     number: int
     start: int
@@ -146,6 +155,7 @@ class StagedScores(msgspec.Struct, frozen=True, tag="scores", forbid_unknown_fie
     num_tokens: int
     probes: tuple[str, ...]  # that have scores here
     held: tuple[HeldTokens, ...]
+    num_requests: int = 0
 
 
 StagedMessage = StagedRows | StagedScores

@@ -33,6 +33,7 @@ from clairai.wire.ring_messages import MEDIA_SHIFT, ROW
 Wait = Callable[[], None]
 WHOLE_STEP: Final = -1  # the group of arrays that all encoders share
 SAMPLE: Final = "sample"
+IS_KEPT: Final = "kept"  # False for a rejected draft, in a step whose drafts the device knows
 ROWS: Final = "rows."  # prefix of the encoder's arrays
 
 
@@ -112,6 +113,10 @@ class _Layout:
         self.stream_E = np.frombuffer(message.streams, np.uint64)
         self.choice_E = np.frombuffer(message.choices, np.uint16)
         self.prompt_E = np.frombuffer(message.prompts, np.int64)
+        # Bounds of each range, in steps whose positions only the device knows.
+        self.low_E = np.frombuffer(message.lows, np.int64)
+        self.high_E = np.frombuffer(message.highs, np.int64)
+        self.is_ahead = (WHOLE_STEP, IS_KEPT) in self.places
         self.entry_N = np.repeat(np.arange(len(count_E)), count_E)
         # The n-th row of a range is n after its first.
         self.within_N = np.arange(len(self.entry_N)) - (np.cumsum(count_E) - count_E)[self.entry_N]
@@ -121,6 +126,7 @@ class _Layout:
         return [name for number, name in self.places if number == group and name != SAMPLE]
 
     def counts(self) -> dict[AnswerId, int]:
+        """At most: some of them may be left out."""
         found: dict[AnswerId, int] = {}
         for part in (part for group in self.groups for part in group.parts):
             entries = self.entry_N[part.first : part.end]
@@ -198,6 +204,8 @@ class _RowBatch(StagedBatch):
         return self._layout.counts()
 
     def rows(self) -> Sequence[EncodedRows]:
+        if self._layout.is_ahead:
+            return self._wanted_rows()
         position_N = self._layout.positions(self._message)
         if not np.array_equal(self._place(WHOLE_STEP, "position"), position_N):
             raise RuntimeError(
@@ -205,8 +213,27 @@ class _RowBatch(StagedBatch):
                 "these rows belong to no request: please report this"
             )
         rows_N = self._layout.rows(self._message, position_N, self._place(WHOLE_STEP, "token"))
+        return self._all_rows(rows_N)
+
+    def _all_rows(self, rows_N: NDArray[np.void]) -> list[EncodedRows]:
         groups = range(len(self._layout.groups))
         return [encoded for group in groups for encoded in self._group_rows(group, rows_N)]
+
+    def _wanted_rows(self) -> Sequence[EncodedRows]:
+        """Those of a step that was selected before it was known which rows are wanted."""
+        layout = self._layout
+        position_N = self._place(WHOLE_STEP, "position")
+        low_N, high_N = layout.low_E[layout.entry_N], layout.high_E[layout.entry_N]
+        is_wanted_N = self._place(WHOLE_STEP, IS_KEPT) & (low_N <= position_N)
+        is_wanted_N &= position_N < high_N
+        rows_N = layout.rows(self._message, position_N, self._place(WHOLE_STEP, "token"))
+        found = list[EncodedRows]()
+        parts = [part for group in layout.groups for part in group.parts]
+        for part, encoded in zip(parts, self._all_rows(rows_N), strict=True):
+            indices = np.flatnonzero(is_wanted_N[part.first : part.end])
+            if len(indices):
+                found.append(encoded.select(indices))
+        return found
 
     def _place(self, group: int, name: str) -> NDArray[Any]:
         place = self._layout.places[group, name]
@@ -253,8 +280,13 @@ class _ScoreBatch(StagedBatch):
         probes = self._message.probes
         if held.probe not in probes or held.end <= held.first:
             return None
-        scores_PT = self._array(0, "float32", (len(probes), self._message.num_tokens))
-        scores_T = scores_PT[probes.index(held.probe), held.first : held.end]
+        num_tokens, end = self._message.num_tokens, held.end
+        scores_PT = self._array(0, "float32", (len(probes), num_tokens))
+        if self._message.num_requests:
+            shape = (self._message.num_requests,)
+            rejected_R = self._array(4 * len(probes) * num_tokens, "int32", shape)
+            end -= int(rejected_R[held.request])
+        scores_T = scores_PT[probes.index(held.probe), held.first : end]
         # fmax ignores NaN: a score that is no number is below every threshold.
         return float(np.fmax.reduce(scores_T))
 

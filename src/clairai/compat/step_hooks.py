@@ -123,7 +123,7 @@ def _connect_drafts_v2(runner: Any, guard: StepGuard) -> Callable[[], ForwardInp
     The drafter has buffers of its own (v1/worker/gpu/spec_decode/speculator.py, 0.32:149).
     """
     inputs = _JudgedInputs(_RunnerInputs(functools.partial(_read_inputs_v2, runner)))
-    runner.prepare_inputs = _wrap_prepare_drafts_v2(runner.prepare_inputs, guard)
+    runner.prepare_inputs = _wrap_prepare_drafts_v2(runner, guard)
     runner.sample = _wrap_sample_v2(runner.sample, guard, inputs)
     runner.sample_tokens = _wrap_sample_tokens(runner.sample_tokens, guard)
     runner.execute_model = _wrap_execute_drafts(runner.execute_model, guard, inputs)
@@ -131,11 +131,13 @@ def _connect_drafts_v2(runner: Any, guard: StepGuard) -> Callable[[], ForwardInp
     return inputs
 
 
-def _wrap_prepare_drafts_v2(original: RunnerMethod, guard: StepGuard) -> RunnerMethod:
+def _wrap_prepare_drafts_v2(runner: Any, guard: StepGuard) -> RunnerMethod:
     """prepare_inputs(scheduler_output, ...) -> InputBatch, 0.32:1354.
 
     InputBatch.num_computed_tokens_np is an upper bound (v1/worker/gpu/states.py, 0.32:64).
     """
+    original: RunnerMethod = runner.prepare_inputs
+    max_rejected = count_undecided_drafts(runner.vllm_config)
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -144,12 +146,34 @@ def _wrap_prepare_drafts_v2(original: RunnerMethod, guard: StepGuard) -> RunnerM
         if drafts_R is None:
             drafts_R = np.zeros(len(batch.req_ids), np.int32)
         starts_R = batch.num_computed_tokens_np
-        guard.place(
-            StepBatch(batch.req_ids, batch.num_scheduled_tokens, starts_R, drafts_R, is_ahead=True)
-        )
+        lowest_R = find_lowest_starts(starts_R, batch.prefill_len_np, max_rejected)
+        counts_R = batch.num_scheduled_tokens
+        guard.place(StepBatch(batch.req_ids, counts_R, starts_R, drafts_R, lowest_R))
         return batch
 
     return wrapped
+
+
+def count_undecided_drafts(config: Any) -> int:
+    """How many drafts of a request the scheduler may count that the sampler has rejected.
+
+    It has heard of all steps but those in flight, when it lays out another
+    (EngineCore.step_with_batch_queue, v1/engine/core.py, 0.32:720; VllmConfig
+    max_concurrent_batches, config/vllm.py, 0.32:577).
+    """
+    num_in_flight = int(config.max_concurrent_batches) - 1
+    return num_in_flight * int(config.speculative_config.num_speculative_tokens)
+
+
+def find_lowest_starts(
+    starts_R: NDArray[np.int32], prefill_len_R: NDArray[np.int32], max_rejected: int
+) -> NDArray[np.int32]:
+    """The least that each request's first position can be.
+
+    No draft lies among the tokens that a request came with (InputBatch.prefill_len_np, 0.32).
+    """
+    lowest_R: NDArray[np.int32] = np.maximum(starts_R - max_rejected, prefill_len_R)
+    return np.minimum(starts_R, lowest_R)
 
 
 def _wrap_sample_v2(

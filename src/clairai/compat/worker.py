@@ -89,7 +89,6 @@ def prepare(worker: Any) -> None:
     check_engine.check_version(check_engine.vllm_version(), allow_untested=allow_untested)
     check_engine.check_device()
     check_engine.check_modes(config)
-    check_engine.check_speculation(config, get_settings(config))
     if accepts_weights(config):
         check_engine.check_weights_mode(config)
     resolved = resolve_engine_settings(config)
@@ -190,6 +189,7 @@ def _install_taps(worker: Any, resolved: ResolvedSettings) -> None:
         _connect_stage(worker, names_of_stages, earlier)
     if settings.is_steering:  # before the first graph is captured, which keeps the address
         worker.clairai_steer_tables.use_token_ids(worker.clairai_inputs().token_ids_T)
+        worker.clairai_steer_tables.use_positions(worker.clairai_inputs().positions_T)
     worker.clairai_tap_proof = TapProof(
         worker.vllm_config.compilation_config.static_forward_context,
         CONFIG_KEY,

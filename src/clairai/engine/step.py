@@ -53,9 +53,14 @@ class StepBatch(msgspec.Struct, frozen=True):
     # How many of the last of them are drafts, which the sampler may reject; None: the engine does
     # not speculate.
     drafts_R: NDArray[np.int32] | None = None
-    # `starts_R` is where each request would be if no draft of the steps before had been rejected:
-    # only the device knows, and only the device will know which are rejected in this step.
-    is_ahead: bool = False
+    # Set if `starts_R` is where each request would be if no draft of the steps before had been
+    # rejected: the least that its first position can be. Only the device knows which it is, and
+    # which drafts are rejected in this step.
+    lowest_R: NDArray[np.int32] | None = None
+
+    @property
+    def is_ahead(self) -> bool:
+        return self.lowest_R is not None
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from clairai.engine.capture.capture_plan import KeepThreshold
 from clairai.engine.capture.row_copier import SPARE_PART
 from clairai.wire import capture_messages
@@ -11,6 +13,25 @@ from tests.support.capture_parts import ToyConsumer, capture_plan
 from tests.support.capture_rig import rig
 
 HELD = capture_plan(hold=KeepThreshold("anger", 2.0))
+
+
+def test_the_score_of_a_draft_that_the_device_rejects_meets_no_rule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with rig() as made:
+        made.enter("x", 9, capture_plan())
+        made.enter("a", 1, HELD)
+        made.step(("x", 0, 1), ("a", 0, 4), rejected=(0, 0))
+
+        def raise_last_score(stream: int) -> None:
+            del stream
+            made.tables.scores_STK[1, 4, 1] = 2.0
+
+        monkeypatch.setattr(made.scores, "make_wait", raise_last_score)
+        made.step(("x", 1, 1), ("a", 4, 4), rejected=(0, 1))
+        assert made.found(1).rows == 0
+        made.step(("x", 2, 1), ("a", 7, 4), rejected=(0, 0))
+        assert made.found(1).rows == 4 + 3 + 4
 
 
 def test_rows_are_held_until_their_rule_is_met() -> None:

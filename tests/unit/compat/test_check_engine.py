@@ -156,7 +156,6 @@ def test_every_refused_mode_is_listed_here() -> None:
     elsewhere = (
         EXPERTS,
         "pipeline parallelism on a GPU",
-        "speculative decoding on a GPU",
         "speculative decoding on a GPU with the V1 model runner",
         "speculative decoding with adaptive verification",
         "speculative decoding with pipeline parallelism",
@@ -172,7 +171,7 @@ def test_every_refused_mode_is_listed_here() -> None:
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "mtp"])
-def test_speculation_is_served_on_a_cpu_by_methods_and_releases_that_were_tried(
+def test_speculation_is_served_by_methods_runners_and_releases_that_were_tried(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_engine, "vllm_version", lambda: "0.32.0+cpu")
@@ -180,11 +179,10 @@ def test_speculation_is_served_on_a_cpu_by_methods_and_releases_that_were_tried(
     assert list_refused_modes(speculating) == []
     speculating.device_config.device_type = "cuda"
     assert [reason.partition(" (")[0] for reason in list_refused_modes(speculating)] == [
-        "speculative decoding on a GPU",
         "speculative decoding on a GPU with the V1 model runner",
     ]
     speculating.use_v2_model_runner = True
-    assert list_refused_modes(speculating) == [check_engine.SPECULATION_ON_A_GPU]
+    assert list_refused_modes(speculating) == []
     speculating.device_config.device_type = "cpu"
     monkeypatch.setattr(check_engine, "vllm_version", lambda: "0.31.2")
     (reason,) = list_refused_modes(speculating)
@@ -261,18 +259,6 @@ def test_speculation_goes_with_several_ranks_and_not_with_stages(
     speculating.parallel_config.pipeline_parallel_size = 2
     (reason,) = list_refused_modes(speculating)
     assert reason.startswith("speculative decoding with pipeline parallelism")
-
-
-@pytest.mark.parametrize("asked", [{"steering": True}, {"capture": {"folder": "captures"}}])
-def test_on_a_gpu_speculation_goes_with_neither_steering_nor_captures(asked: Any) -> None:
-    speculating = config("speculative_config", SimpleNamespace(method="eagle"))
-    settings = Settings(**asked)
-    check_engine.check_speculation(speculating, settings)
-    speculating.device_config.device_type = "cuda"
-    check_engine.check_speculation(speculating, Settings())
-    with pytest.raises(UnsupportedError, match="do not go with speculative decoding on a GPU"):
-        check_engine.check_speculation(speculating, settings)
-    check_engine.check_speculation(SimpleNamespace(), settings)
 
 
 class FoundDevice:

@@ -274,6 +274,9 @@ class DraftsOnDevice(Runner):
     """As V2: what is rejected is a tensor of the device."""
 
     speculative_config = "eagle"
+    vllm_config = SimpleNamespace(
+        max_concurrent_batches=2, speculative_config=SimpleNamespace(num_speculative_tokens=3)
+    )
 
     def prepare_inputs(self, scheduled: Any) -> Any:
         del scheduled
@@ -282,6 +285,7 @@ class DraftsOnDevice(Runner):
             num_scheduled_tokens=np.array([1, 4], np.int32),
             num_computed_tokens_np=np.array([7, 23], np.int32),
             num_draft_tokens_per_req=np.array([0, 3], np.int32),
+            prefill_len_np=np.array([9, 22], np.int32),
             query_start_loc=torch.tensor([0, 1, 5]),
         )
 
@@ -303,8 +307,8 @@ class DraftsOnDevice(Runner):
 
 class DeviceListener(Listener):
     def place(self, batch: StepBatch) -> None:
-        assert batch.is_ahead
-        self.events.append(("place", batch.starts_R.tolist()))
+        assert batch.lowest_R is not None
+        self.events.append(("place", batch.starts_R.tolist(), batch.lowest_R.tolist()))
 
     def end(self, inputs: Any) -> None:
         drafts = inputs().drafts
@@ -319,7 +323,7 @@ def test_what_the_device_says_of_drafts_stays_there_until_the_step_is_published(
     runner.execute_model(scheduled(5))
     runner.sample_tokens(None)
     runner.sample_tokens(None)  # as a warm-up of the sampler would: it belongs to no step
-    placed = [("begin", 0, []), ("place", [7, 23]), "forward"]
+    placed = [("begin", 0, []), ("place", [7, 23], [7, 22]), "forward"]
     ended = [("end", ([0, 1, 5], [0, 2])), "drafted", "drafted"]
     assert runner.events == ["forward", *placed, *ended]
     assert inputs().drafts is None

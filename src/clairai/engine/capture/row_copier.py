@@ -18,7 +18,7 @@ import torch
 from clairai.capture.backend import CaptureBackend
 from clairai.capture.pipe_messages import StagedScores
 from clairai.capture.staging_arena import ArenaRegion
-from clairai.capture.staging_reader import ROWS, SAMPLE, WHOLE_STEP
+from clairai.capture.staging_reader import IS_KEPT, ROWS, SAMPLE, WHOLE_STEP
 from clairai.engine.capture.capture_resolver import PART_OF_STAGING
 from clairai.engine.capture.encode import encode
 from clairai.engine.capture.pinned_arena import PinnedArena
@@ -64,6 +64,9 @@ class RowCopier:
         self._num_staged = self._num_plans = 0
         self._batch: BatchSelection | None = None
         self._max_tokens = 1  # of that batch, in one region
+        # Of a step whose drafts only the device knows: rejected ones of each request. A copy: the
+        # sampler's own may be overwritten while it is read on the side stream.
+        self._rejected_R: torch.Tensor | None = None
 
     @property
     def stash_nbytes(self) -> int:
@@ -82,12 +85,20 @@ class RowCopier:
         self._side.join()
 
     def copy(self, selection: RowSelection, inputs: ForwardInputs, scores: ScoreSource) -> None:
+        if inputs.drafts is not None:
+            self._keep_rejected(inputs.drafts.rejected_R)
         if selection.held:
             self._copy_scores(selection, scores)
         if len(selection):
             for part in selection.split(self._tokens_per_region(selection.batch)):
                 self._copy_rows(part, inputs)
         self._backend.send()
+
+    def _keep_rejected(self, rejected_R: torch.Tensor) -> None:
+        """In the order of the engine's own stream; `begin` has waited for those who read it."""
+        if self._rejected_R is None or len(self._rejected_R) != len(rejected_R):
+            self._rejected_R = torch.empty_like(rejected_R, dtype=torch.int32)
+        self._rejected_R.copy_(rejected_R)
 
     def _tokens_per_region(self, batch: BatchSelection) -> int:
         """So many that several regions have room in the arena."""
@@ -151,6 +162,12 @@ class RowCopier:
         for name, given in (("token", inputs.token_ids_T), ("position", inputs.positions_T)):
             found_N = given.index_select(0, plan.device_inputs_N)
             plan.tensor(self._pinned, region, WHOLE_STEP, name).copy_(found_N, non_blocking=True)
+        if plan.device_drafts_2N is not None:
+            assert self._rejected_R is not None
+            request_N, left_N = plan.device_drafts_2N
+            is_kept_N = left_N >= self._rejected_R.index_select(0, request_N)
+            kept_N = plan.tensor(self._pinned, region, WHOLE_STEP, IS_KEPT)
+            kept_N.copy_(is_kept_N, non_blocking=True)
 
     def _copy_stash(self, plan: StagingPlan, region: ArenaRegion) -> None:
         """The next forward pass waits until the last row has been read, not until it is encoded."""
@@ -189,7 +206,10 @@ class RowCopier:
         """Scores of the probes that have some. Without room they are missing, and so not enough."""
         columns = {held.probe: scores.column(held.probe) for held in selection.held}
         found = {probe: column for probe, column in columns.items() if column is not None}
-        region = self._allocate_scores(4 * len(found) * selection.num_tokens)
+        num_scores = len(found) * selection.num_tokens
+        rejected_R = self._rejected_R if num_scores else None
+        num_requests = 0 if rejected_R is None else len(rejected_R)
+        region = self._allocate_scores(4 * (num_scores + num_requests))
         self._num_staged += 1
         with self._side.fork():
             if region.nbytes:
@@ -199,6 +219,10 @@ class RowCopier:
                 for index, (site, column) in enumerate(found.values()):
                     scores_T = self._tables.scores_STK[site, : selection.num_tokens, column]
                     to_PT[index].copy_(scores_T.contiguous(), non_blocking=True)
+                if rejected_R is not None:
+                    start = region.start + 4 * num_scores
+                    to_R = self._pinned.tensor(start, torch.int32, (num_requests,))
+                    to_R.copy_(rejected_R, non_blocking=True)
                 self._side.release()
             wait = self._mark_copied(self._num_staged)
         message = StagedScores(
@@ -209,6 +233,7 @@ class RowCopier:
             selection.num_tokens,
             tuple(found) if region.nbytes else (),
             selection.held,
+            num_requests if region.nbytes else 0,
         )
         self._backend.put(message, wait)
 

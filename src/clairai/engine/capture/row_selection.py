@@ -89,6 +89,7 @@ class BatchSelection:
                 keep.threshold,
                 int(offsets_R[index]),
                 int(offsets_R[index] + counts_R[index]),
+                index,
             )
             for answer, keep, index in self.holders
         )
@@ -106,6 +107,10 @@ class RowSelection:
     num_tokens: int  # of the whole step
     held: tuple[HeldTokens, ...] = ()
     media_N: NDArray[np.uint8] | None = None  # what each stands for; None: all are text
+    # Of a step whose positions and drafts only the device knows: how many rows of the same request
+    # follow. `position_N` is the highest that each may have, and rows are selected that may be
+    # wanted; who reads them knows which are.
+    left_N: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.row_N)
@@ -129,6 +134,7 @@ class RowSelection:
                 position_N=self.position_N[part],
                 held=self.held if first == 0 else (),
                 media_N=None if self.media_N is None else self.media_N[part],
+                left_N=None if self.left_N is None else self.left_N[part],
             )
 
     def leave_out(self, step: StepBatch, rejected_R: NDArray[np.int32]) -> RowSelection:
@@ -185,9 +191,11 @@ class _SelectedStep:
         start_E = starts_R[batch.request_E]
         end_E = start_E + counts_R[batch.request_E]
         low_E = np.maximum(batch.first_E, start_E)
-        num_E = np.maximum(np.minimum(batch.end_E, end_E) - low_E, 0)
+        # A row may lie lower than its position here by so many: then others may be wanted too.
+        spread_E = 0 if step.lowest_R is None else start_E - step.lowest_R[batch.request_E]
+        num_E = np.maximum(np.minimum(batch.end_E + spread_E, end_E) - low_E, 0)
         held = batch.tokens_held(offsets_R, counts_R)
-        num_rows, selection, media_N = int(num_E.sum()), None, None
+        num_rows, selection, media_N, left_N = int(num_E.sum()), None, None, None
         if num_rows or held:
             entry_N = np.repeat(np.arange(len(num_E)), num_E)
             # The n-th selected row of a range is n after its first.
@@ -195,10 +203,11 @@ class _SelectedStep:
             position_N = low_E[entry_N] + within_N
             row_N = (offsets_R[batch.request_E] - start_E)[entry_N] + position_N
             media_N = batch.read_media(entry_N, position_N, start_E)
-            selection = RowSelection(
-                batch, entry_N, row_N, position_N, seen_E, int(counts_R.sum()), held, media_N
-            )
-        can_repeat = media_N is None and bool((counts_R == 1).all())
+            if step.is_ahead:
+                left_N = end_E[entry_N] - 1 - position_N
+            found = (entry_N, row_N, position_N, seen_E, int(counts_R.sum()), held, media_N)
+            selection = RowSelection(batch, *found, left_N)
+        can_repeat = not step.is_ahead and media_N is None and bool((counts_R == 1).all())
         repeats = _count_repeats(batch, start_E) if can_repeat else 0
         return _SelectedStep(batch, starts_R, end_E, seen_E, selection, repeats)
 
@@ -247,6 +256,7 @@ class RowSelector:
         self._open: dict[str, _CapturedRequest] = {}
         self._free_slots: list[int] = []
         self._seen_S = np.zeros(64, np.int64)  # how far each slot's request has been forwarded
+        self._again_S = np.zeros(64, np.int64)  # and how far before it came back
         self._formats: dict[tuple[object, ...], CaptureFormat] = {}
         self._batch = self._select_batch(())
         self._last: _SelectedStep | None = None
@@ -261,15 +271,23 @@ class RowSelector:
         prompt_len: int,
         plan: CapturePlan,
         media: NDArray[np.uint8] | None = None,
+        num_known: int = 0,
     ) -> bool:
-        """False if the request is open already: it came back after a preemption."""
+        """False if the request is open already: it came back after a preemption.
+
+        With as many tokens as are known then, of which all but the last were forwarded, if it was
+        not stopped in its prompt: as in RowBuilder.add_request.
+        """
         if req_id in self._open:
+            slot = self._open[req_id].slot
+            self._again_S[slot] = min(max(num_known - 1, 0), int(self._seen_S[slot]))
             return False
         format = self._format(plan)  # before a slot is taken: it may raise
         slot = self._free_slots.pop() if self._free_slots else len(self._open)
         if slot == len(self._seen_S):
             self._seen_S = np.concatenate([self._seen_S, np.zeros_like(self._seen_S)])
-        self._seen_S[slot] = 0
+            self._again_S = np.concatenate([self._again_S, np.zeros_like(self._again_S)])
+        self._seen_S[slot] = self._again_S[slot] = 0
         answer = (mark.stream, mark.choice)
         self._open[req_id] = _CapturedRequest(slot, answer, prompt_len, plan, format, media)
         return True
@@ -309,8 +327,10 @@ class RowSelector:
         if last is not None and last.batch is batch and last.is_before(step):
             self._last = last.next()
         else:
-            self._last = _SelectedStep.of(batch, step, self._seen_S[batch.slot_E])
-        self._seen_S[batch.slot_E] = np.maximum(self._last.seen_E, self._last.end_E)
+            before_S = self._again_S if step.is_ahead else self._seen_S
+            self._last = _SelectedStep.of(batch, step, before_S[batch.slot_E])
+        seen_E = self._seen_S[batch.slot_E]
+        self._seen_S[batch.slot_E] = np.maximum(seen_E, self._last.end_E)
         return self._last.selection
 
     def reject(self, rejected_R: NDArray[np.int32]) -> None:

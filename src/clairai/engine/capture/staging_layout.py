@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from clairai.capture.pipe_messages import (
     StagingLayout,
 )
 from clairai.capture.staging_arena import ALIGNMENT, ArenaRegion
-from clairai.capture.staging_reader import ROWS, SAMPLE, WHOLE_STEP
+from clairai.capture.staging_reader import IS_KEPT, ROWS, SAMPLE, WHOLE_STEP
 from clairai.engine.capture.pinned_arena import PinnedArena
 from clairai.engine.capture.row_selection import RowSelection
 from clairai.store.codecs.base import Encoder
@@ -68,12 +68,17 @@ class StagingPlan:
         # On the device, once they have been copied: places in the inputs, and in the stash.
         self.device_inputs_N: torch.Tensor | None = None
         self.device_stash: torch.Tensor | None = None
+        # Of a step that is ahead: the request of each row, and how many rows of it follow.
+        self.device_drafts_2N: torch.Tensor | None = None
         self.spans: list[GatherSpan] = []
         self.arrays: dict[tuple[int, str], ArrayPlace] = {}
         self.nbytes = 0
         self._add(WHOLE_STEP, "token", dtypes["token"], len(selection))
         self._add(WHOLE_STEP, "position", dtypes["position"], len(selection))
         groups, index = list[EncodedGroup](), [selection.row_N]
+        if selection.left_N is not None:
+            self._add(WHOLE_STEP, IS_KEPT, "bool", len(selection))
+            index += [selection.batch.request_E[selection.entry_N], selection.left_N]
         for encoder, parts in _parts_by_encoder(selection).items():
             stash_M = _stash_places(selection, parts, stash_rows)
             num_sampled = min(max(len(stash_M) // SAMPLE_ONE_IN, 1), MAX_SAMPLE)
@@ -83,21 +88,31 @@ class StagingPlan:
             formats = tuple(part for part, _ in parts)
             groups.append(EncodedGroup(encoder.name, parameters, formats, sample_K.tobytes()))
             index += [stash_M, stash_M[sample_K]]
-        # Places in the forward pass's inputs, then in the stash, span by span.
+        # Places in the forward pass's inputs, whose drafts they may be, then places in the stash,
+        # span by span.
         self.index: NDArray[np.int64] = np.concatenate(index)
         self._add(WHOLE_STEP, "index", "int64", len(self.index))
         self._entries, self._first_rows, counts = _ranges_with_rows(selection)
-        batch = selection.batch
         self.layout = StagingLayout(
             number=number,
             dtype=dtypes["row"],
             fields=tuple(self.arrays.values()),
             groups=tuple(groups),
             counts=counts.tobytes(),
-            streams=batch.stream_E[self._entries].tobytes(),
-            choices=batch.choice_E[self._entries].tobytes(),
-            prompts=batch.prompt_E[self._entries].tobytes(),
+            **self._describe_ranges(),
         )
+
+    def _describe_ranges(self) -> dict[str, bytes]:
+        """Fields of the layout."""
+        batch = self.selection.batch
+        found: dict[str, NDArray[Any]] = {
+            "streams": batch.stream_E,
+            "choices": batch.choice_E,
+            "prompts": batch.prompt_E,
+        }
+        if self.selection.left_N is not None:
+            found |= {"lows": batch.first_E, "highs": batch.end_E}
+        return {name: column_E[self._entries].tobytes() for name, column_E in found.items()}
 
     def _add(self, group: int, name: str, dtype: str, *shape: int) -> None:
         """`dtype` is numpy's name."""
@@ -121,6 +136,10 @@ class StagingPlan:
         mine = self.selection
         if selection.batch is not mine.batch:
             return False
+        if selection.left_N is not None and (
+            mine.left_N is None or not np.array_equal(selection.left_N, mine.left_N)
+        ):
+            return False
         if selection.row_N is mine.row_N and selection.entry_N is mine.entry_N:
             return True
         return np.array_equal(selection.row_N, mine.row_N) and np.array_equal(
@@ -131,6 +150,9 @@ class StagingPlan:
         """`index` as a tensor of the device, for all uses of the plan."""
         num_tokens = len(self.selection)
         self.device_inputs_N, self.device_stash = index[:num_tokens], index[num_tokens:]
+        if self.selection.left_N is not None:
+            drafts, self.device_stash = self.device_stash.tensor_split([2 * num_tokens])
+            self.device_drafts_2N = drafts.view(2, num_tokens)
 
     def tensor(
         self, pinned: PinnedArena, region: ArenaRegion, group: int, name: str

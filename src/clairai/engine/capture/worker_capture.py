@@ -72,7 +72,7 @@ class WorkerCapture:
     def _add(self, request: NewRequest) -> None:
         plan, mark = request.capture_plan, request.mark
         given = (request.req_id, mark, request.prompt_len)
-        if plan is None or not self._selector.open(*given, plan, request.media):
+        if plan is None or not self._selector.open(*given, plan, request.media, request.num_known):
             return
         self._backend.begin((mark.stream, mark.choice), plan)
         self._open.setdefault(mark.stream, set()).add(request.req_id)

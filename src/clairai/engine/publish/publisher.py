@@ -124,6 +124,8 @@ class HostPublisher:
 
     def publish(self, rows: StepRows, bank_version: int, inputs: ForwardInputs) -> None:
         """Events carry no scores: their columns are NaN."""
+        if inputs.drafts is not None:  # of the V2 runner, on a CPU
+            rows = rows.leave_out(inputs.drafts.rejected_R.numpy())
         num_tokens, num_events = rows.num_tokens, len(rows.events)
         positions_T, token_ids_T = inputs.positions_T[:num_tokens], inputs.token_ids_T[:num_tokens]
         filled = rows.fill(positions_T.numpy(), token_ids_T.numpy())

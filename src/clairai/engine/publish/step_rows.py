@@ -166,10 +166,13 @@ class RowBuilder:
     ) -> None:
         """A request reached the worker; one that comes back after preemption is known already.
 
-        All of the tokens that it has then were forwarded, but for the one that was sampled last.
+        All of the tokens that it has then were forwarded, but for the one that was sampled last;
+        or those before the place in its prompt where it was stopped. With drafts `_seen_S` may lie
+        too far behind the prompt, and never in it: a prompt has none.
         """
         if req_id in self._slots:
-            self._again_S[self._slots[req_id]] = max(num_known - 1, 0)
+            slot = self._slots[req_id]
+            self._again_S[slot] = min(max(num_known - 1, 0), int(self._seen_S[slot]))
             return
         slot = self._free.pop() if self._free else len(self._slots)
         if slot == len(self._stream_S):

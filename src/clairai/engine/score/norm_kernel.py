@@ -102,8 +102,9 @@ def _steer_row(row, stream_D, state_G, map_ptr, words_ptr, reals_ptr, num_ops_pt
 def norm_steered(x_ptr, stride_x, residual_ptr, stride_residual, weight_ptr, normed_ptr,
                  stream_ptr, stash_ptr, stash_rows, ran_ptr, epsilon, D,
                  map_ptr, words_ptr, reals_ptr, num_ops_ptr, vectors_ptr, gates_ptr, state_ptr,
-                 reads_ptr, token_ids_ptr, special_ptr, steered_ptr, site, num_sites, num_programs,
-                 num_rows, num_seats, num_ids, vocabulary, BLOCK_D: tl.constexpr):  # fmt: skip
+                 states_ptr, reads_ptr, token_ids_ptr, special_ptr, steered_ptr, site, num_sites,
+                 num_programs, num_rows, num_seats, num_ids, vocabulary, BLOCK_D: tl.constexpr,
+                 KEEPS_STATES: tl.constexpr):  # fmt: skip
     """Each program does its row; where a gate has a state, the first one does the whole request."""
     first = tl.program_id(0)
     # A program stops at the first value it has to wait for: independent loads come first.
@@ -135,6 +136,9 @@ def norm_steered(x_ptr, stride_x, residual_ptr, stride_residual, weight_ptr, nor
                 num_ids, vocabulary, D, stream_ptr.dtype.element_ty, BLOCK_D)  # fmt: skip
             _store_row(row, stream_D, weight_D, normed_ptr, stream_ptr, stash_ptr, stash_rows,
                        epsilon, D, BLOCK_D)  # fmt: skip
+            if KEEPS_STATES:
+                tl.store(states_ptr + row.to(tl.int64) * NUM_GATES + g, state_G,
+                         mask=((reads >> g) & 1) != 0)  # fmt: skip
         tl.store(state_at, state_G, mask=((tl.where(run > 0, reads, 0) >> g) & 1) != 0)
     if first == 0:
         tl.store(ran_ptr, 1)
@@ -172,7 +176,9 @@ class FusedNorm:
         given, made = self._given(x_TD, residual_TD, weight_D)
         if len(x_TD):
             steering = tables.kernel_arguments(site)
-            norm_steered[(len(x_TD),)](*given, *self._kept, *steering, **self._shape)
+            norm_steered[(len(x_TD),)](
+                *given, *self._kept, *steering, **self._shape, KEEPS_STATES=tables.keeps_states
+            )
         return made
 
     def _given(

@@ -178,9 +178,10 @@ def _steer_row(x_at, residual_at, gates_at, words_ptr, reals_ptr, num_ops, vecto
 
 @triton.jit(do_not_specialize=["site"])
 def steer(x_ptr, stride_x, residual_ptr, stride_residual, map_ptr, words_ptr, reals_ptr,
-          num_ops_ptr, vectors_ptr, gates_ptr, state_ptr, reads_ptr, token_ids_ptr, special_ptr,
-          ran_ptr, site, num_sites, num_programs, num_rows, num_gate_slots, num_ids, vocabulary, D,
-          BLOCK_D: tl.constexpr, IS_PAIR: tl.constexpr):  # fmt: skip
+          num_ops_ptr, vectors_ptr, gates_ptr, state_ptr, states_ptr, reads_ptr, token_ids_ptr,
+          special_ptr, ran_ptr, site, num_sites, num_programs, num_rows, num_gate_slots, num_ids,
+          vocabulary, D,
+          BLOCK_D: tl.constexpr, IS_PAIR: tl.constexpr, KEEPS_STATES: tl.constexpr):  # fmt: skip
     first = tl.program_id(0)
     if first == 0:
         tl.store(ran_ptr + site, tl.load(ran_ptr + site) + 1)
@@ -213,6 +214,9 @@ def steer(x_ptr, stride_x, residual_ptr, stride_residual, map_ptr, words_ptr, re
                     gates_ptr + row_64 * NUM_GATES, words_ptr + at * (NUM_OPS * WORDS),
                     reals_ptr + at * (NUM_OPS * WORDS), num_ops, vectors_ptr, num_rows, is_special,
                     state_G, D, BLOCK_D, IS_PAIR)  # fmt: skip
+            if KEEPS_STATES:
+                tl.store(states_ptr + row.to(tl.int64) * NUM_GATES + g, state_G,
+                         mask=((reads >> g) & 1) != 0)  # fmt: skip
         advanced = tl.where(run > 0, reads, 0)
         tl.store(state_at, state_G, mask=((advanced >> g) & 1) != 0)
 
@@ -235,5 +239,6 @@ class SteerLauncher:
         pair = rows if residual_TD is None else (residual_TD, residual_TD.stride(0))
         steer[(len(x_TD),)](
             *rows, *pair, *tables.kernel_arguments(site), tables.width,
-            BLOCK_D=self._block, IS_PAIR=residual_TD is not None, num_warps=self._num_warps,
+            BLOCK_D=self._block, IS_PAIR=residual_TD is not None,
+            KEEPS_STATES=tables.keeps_states, num_warps=self._num_warps,
         )  # fmt: skip

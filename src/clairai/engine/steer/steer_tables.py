@@ -81,11 +81,10 @@ class SteerTables:
         # How often each site ran: proves that no compiled graph has lost one.
         self.ran_S = torch.zeros(len(sites), **ints)
         self.ran = self.ran_S.unbind()  # the same memory, site by site
-        # In an engine that speculates: the state of each stateful gate behind each row of the step,
-        # NaN where no gate was read; and that of each slot before the step.
+        # In an engine that speculates: the state of each stateful gate behind each row of the step.
         self.states_TG: torch.Tensor | None = None
-        self.saved_ZG: torch.Tensor | None = None
         self.token_ids_T: torch.Tensor | None = None
+        self.positions_T: torch.Tensor | None = None
         self.num_mapped = 0  # the map is clear from this row on
         self.steer: SteerFunction = _choose_steer_function(self)
 
@@ -94,7 +93,12 @@ class SteerTables:
         """Device memory that the tables take."""
         held = (self.vectors_VD, self.words_PSOW, self.num_ops_PS, self.map_T4, self.gates_TG)
         small = (self.state_ZG, self.reads_ZS, self.special_K, self.ran_S)
-        return sum(int(tensor.nbytes) for tensor in (*held, *small))
+        states = () if self.states_TG is None else (self.states_TG,)
+        return sum(int(tensor.nbytes) for tensor in (*held, *small, *states))
+
+    @property
+    def keeps_states(self) -> bool:
+        return self.states_TG is not None
 
     def leave_to_other_stages(self, names: Iterable[str]) -> None:
         """Other stages of a pipeline steer at these sites, and see to it that their ops run."""
@@ -108,34 +112,62 @@ class SteerTables:
         """Read token ids from the runner's own buffer; call it before graphs are captured."""
         self.token_ids_T = token_ids_T
 
+    def use_positions(self, positions_T: torch.Tensor) -> None:
+        """Read positions that only the device knows from the runner's own buffer."""
+        self.positions_T = positions_T
+
     def keep_states(self) -> None:
-        """From now on keep the states of gates behind each row: `restore_state` needs them.
+        """Keep the state behind each row, for `restore_states`; call it before graphs are captured.
 
-        On a CPU alone: the kernel writes none.
+        The column of a gate that a request does not have means nothing.
         """
-        self.states_TG = torch.full_like(self.gates_TG, torch.nan)
-        self.saved_ZG = torch.zeros_like(self.state_ZG)
+        self.states_TG = torch.zeros_like(self.gates_TG)
 
-    def save_state(self, gate_slot: int, rows: slice) -> None:
-        """Before a step: these rows of it may change the state of a slot, and may be rejected."""
-        assert self.states_TG is not None
-        assert self.saved_ZG is not None
-        self.states_TG[rows] = torch.nan
-        self.saved_ZG[gate_slot] = self.state_ZG[gate_slot]
+    def restore_states(
+        self,
+        gate_slot_K: NDArray[np.int64],
+        last_K: NDArray[np.int64],
+        index_K: NDArray[np.int64],
+        rejected_R: torch.Tensor,
+    ) -> None:
+        """Behind a step, in stream order: its last rows, `rejected_R[index_K]` each, never were.
 
-    def restore_state(self, gate_slot: int, rows: slice) -> None:
-        """Behind the step: only these first of its rows have been."""
+        `last_K` is the last row of each request; at least one of its rows has been.
+        """
         assert self.states_TG is not None
-        assert self.saved_ZG is not None
-        self.state_ZG[gate_slot] = self.saved_ZG[gate_slot]
-        for states_G in self.states_TG[rows]:
-            is_read_G = ~states_G.isnan()
-            self.state_ZG[gate_slot, is_read_G] = states_G[is_read_G]
+        slots_K, lasts_K, indices_K = self._upload(np.stack([gate_slot_K, last_K, index_K]))
+        rows_K = lasts_K - rejected_R.index_select(0, indices_K)
+        self.state_ZG.index_copy_(0, slots_K, self.states_TG.index_select(0, rows_K))
+
+    def choose_programs(
+        self, row_N: NDArray[np.int64], place_N: NDArray[np.int64], program_W: NDArray[np.int64]
+    ) -> None:
+        """Set the programs of rows whose positions only the device knows, in stream order.
+
+        Row n runs `program_W[place_N[n] + its position]`.
+        """
+        assert self.positions_T is not None
+        num_rows = len(row_N)
+        given = self._upload(np.concatenate([row_N, place_N, program_W]))
+        rows_N, places_N, programs_W = given.split([num_rows, num_rows, len(program_W)])
+        at_N = self.positions_T.index_select(0, rows_N) + places_N
+        chosen_N = programs_W.index_select(0, at_N).to(self.map_T4.dtype)
+        self.map_T4[:, PROGRAM].index_copy_(0, rows_N, chosen_N)
+
+    def _upload(self, values: NDArray[np.int64]) -> torch.Tensor:
+        """A copy on the device that work launched from now on can read."""
+        like = torch.from_numpy(values)
+        if self.device.type != "cuda":
+            return like
+        staged = self._staged(like)
+        staged.copy_(like)
+        return staged.to(self.device, non_blocking=True)
 
     def kernel_arguments(self, site: int) -> tuple[Any, ...]:
         """The tables as arguments of a kernel at this site: see `steer` in steer_kernel.py."""
         program = (self.map_T4, self.words_PSOW, self.reals_PSOW, self.num_ops_PS)
-        kept = (self.vectors_VD, self.gates_TG, self.state_ZG, self.reads_ZS)
+        states_TG = self.gates_TG if self.states_TG is None else self.states_TG  # any: not written
+        kept = (self.vectors_VD, self.gates_TG, self.state_ZG, states_TG, self.reads_ZS)
         token_ids_T, num_ids = self.map_T4, 0  # any tensor: nothing is read of 0 ids
         if self.token_ids_T is not None:
             token_ids_T, num_ids = self.token_ids_T, len(self.token_ids_T)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from clairai.engine.steer import steer_tables as t
 from clairai.engine.steer.steer_tables import SteerTables
+from clairai.engine.steer.steering_plan import MAX_GATES
 
 
 def steer_twin(
@@ -76,13 +77,25 @@ def _group_rows(num_tokens: int, tables: SteerTables, site: int) -> Iterator[_Ro
         rows_N = np.arange(first, min(first + run_T[first], num_tokens))
         edges = np.flatnonzero(np.diff(program_T[rows_N])) + 1
         for part_N in np.split(rows_N, edges):
+            _keep_states(tables, part_N, gate_slot, int(reads_Z[gate_slot]))
             if program_T[part_N[0]]:
                 yield _RowGroup(int(program_T[part_N[0]]), part_N, gate_slot)
 
 
+def _keep_states(tables: SteerTables, rows_N: NDArray[np.intp], gate_slot: int, gates: int) -> None:
+    """In an engine that speculates: the states of gates, as far as ops of these rows leave them."""
+    if tables.states_TG is not None:
+        for gate in _list_gates(gates):
+            tables.states_TG[rows_N, gate] = tables.state_ZG[gate_slot, gate]
+
+
 def _clear_gates(state_G: torch.Tensor, gates: int) -> None:
     """Close the gates of these bits: their state is from before a preemption."""
-    state_G[[gate for gate in range(len(state_G)) if gates >> gate & 1]] = 0
+    state_G[_list_gates(gates)] = 0
+
+
+def _list_gates(bits: int) -> list[int]:
+    return [gate for gate in range(MAX_GATES) if bits >> gate & 1]
 
 
 @dataclass(frozen=True)

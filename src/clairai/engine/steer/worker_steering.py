@@ -2,10 +2,11 @@
 
 Runs in: the worker, on every rank, between the layout of a batch and its forward pass. While the
 same requests decode inside the same segments of their plans, the map on the device stays valid and
-nothing is sent.
+nothing is sent. Where only the device knows a request's positions, because earlier drafts of it may
+have been rejected, and they may lie in several segments, the device chooses the programs.
 
 T = tokens in this step, R = requests in this step, B = slots: places of steered requests in the
-arrays below.
+arrays below, K = requests of this step with drafts and stateful gates.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from clairai.engine.steer import steer_tables as t
@@ -27,6 +29,7 @@ from clairai.fields.ranges import OPEN_END
 UNSTEERED: Final = 0  # the slot of every request that is not steered
 NO_GATE_SLOT: Final = -1
 NEVER: Final = -1  # below every position
+CHOSEN: Final = -1  # the program of a row whose own one the device chooses
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +47,42 @@ class _ValidMap:
         if batch.counts_R.tobytes() != self.counts:
             return False
         starts_R = batch.starts_R
-        return bool(((starts_R >= self.first_R) & (starts_R <= self.last_R)).all())
+        lowest_R = starts_R if batch.lowest_R is None else batch.lowest_R
+        return bool(((lowest_R >= self.first_R) & (starts_R <= self.last_R)).all())
+
+
+@dataclass(frozen=True, eq=False)
+class _DraftedGates:
+    """The requests of a step that have drafts and stateful gates."""
+
+    index_K: NDArray[np.int64]  # in the batch
+    gate_slot_K: NDArray[np.int64]
+    last_K: NDArray[np.int64]  # each one's last row
+
+
+class _ProgramWindows:
+    """The programs of all positions that some requests' rows may have: the device chooses."""
+
+    def __init__(self) -> None:
+        self._rows: list[NDArray[np.int64]] = []
+        self._places: list[NDArray[np.int64]] = []
+        self._programs: list[int] = []
+
+    def add(self, schedule: Schedule, first_row: int, count: int, lowest: int, end: int) -> None:
+        """Positions from `lowest` up to `end` are possible."""
+        place = len(self._programs) - lowest
+        self._rows.append(np.arange(first_row, first_row + count))
+        self._places.append(np.full(count, place))
+        position = lowest
+        while position < end:
+            program, _, high = schedule.segment(position)
+            self._programs += [program] * (min(high, end) - position)
+            position = high
+
+    def choose(self, tables: SteerTables) -> None:
+        if self._rows:
+            rows_N, places_N = np.concatenate(self._rows), np.concatenate(self._places)
+            tables.choose_programs(rows_N, places_N, np.array(self._programs, np.int64))
 
 
 class WorkerSteering:
@@ -59,8 +97,7 @@ class WorkerSteering:
         self._schedules: list[Schedule | None] = [None]
         self._map_T4 = np.zeros((tables.max_tokens, t.MAP_WORDS), np.int32)  # as on the device
         self._valid: _ValidMap | None = None
-        # Of this step, each request with stateful gates and drafts: index, gate slot, rows.
-        self._drafted: Sequence[tuple[int, int, slice]] = ()
+        self._drafted: _DraftedGates | None = None  # of this step
         # For each slot: the program of the current segment, its first position, one past its last,
         # and where the request's gates keep their state.
         self._program_B = np.zeros(64, np.int32)
@@ -96,17 +133,25 @@ class WorkerSteering:
         elif not valid.holds(batch):
             self._valid = self._write_map(valid.req_ids, valid.slots_R, batch)
         if batch.drafts_R is not None:
-            self._drafted = self._save_gates(batch)
+            self._drafted = self._find_drafted(batch.counts_R, batch.drafts_R)
 
     def reject(self, rejected_R: NDArray[np.int32]) -> None:
         """Gates forget the drafts that were rejected."""
-        for index, gate_slot, rows in self._drafted:
-            if rejected_R[index]:
-                kept = slice(rows.start, rows.stop - int(rejected_R[index]))
-                self._tables.restore_state(gate_slot, kept)
+        self._forget(torch.from_numpy(rejected_R))
 
     def end(self, inputs: Callable[[], ForwardInputs]) -> None:
-        del inputs  # steering changes the rows themselves and leaves nothing to publish
+        """Nothing to publish; but of drafts that the device judged, `reject` was not called."""
+        if self._drafted is not None:
+            judged = inputs().drafts
+            if judged is not None:
+                self._forget(judged.rejected_R)
+            self._drafted = None
+
+    def _forget(self, rejected_R: torch.Tensor) -> None:
+        drafted = self._drafted
+        if drafted is not None:
+            given = (drafted.gate_slot_K, drafted.last_K, drafted.index_K)
+            self._tables.restore_states(*given, rejected_R)
 
     def drop(self, req_id: str, reason: str) -> None:
         del reason
@@ -115,7 +160,7 @@ class WorkerSteering:
     def place_failed(self, batch: StepBatch) -> Sequence[str]:
         """Steer no row: half a map would steer rows of one request as another's."""
         self._clear_map()
-        self._drafted = ()
+        self._drafted = None
         return [req_id for req_id in batch.req_ids if req_id in self._slots]
 
     def end_failed(self, batch: StepBatch | None) -> Sequence[str]:
@@ -164,28 +209,28 @@ class WorkerSteering:
         assert schedule is not None
         self._program_cache.unload(req_id, schedule)
         self._free.append(slot)
-        self._valid, self._drafted = None, ()  # the next request may take this slot
+        self._valid, self._drafted = None, None  # the next request may take this slot
 
-    def _save_gates(self, batch: StepBatch) -> list[tuple[int, int, slice]]:
-        """Keep what `reject` may have to restore."""
+    def _find_drafted(
+        self, counts_R: NDArray[np.int32], drafts_R: NDArray[np.int32]
+    ) -> _DraftedGates | None:
+        """Whose gates may have to forget what they read in this step."""
         assert self._valid is not None
-        assert batch.drafts_R is not None
         gate_slot_R = self._gate_slot_B[self._valid.slots_R]
-        ends_R = np.cumsum(batch.counts_R)
-        found: list[tuple[int, int, slice]] = []
-        for index in np.flatnonzero((gate_slot_R != NO_GATE_SLOT) & (batch.drafts_R > 0)).tolist():
-            end = int(ends_R[index])
-            rows = slice(end - int(batch.counts_R[index]), end)
-            self._tables.save_state(int(gate_slot_R[index]), rows)
-            found.append((index, int(gate_slot_R[index]), rows))
-        return found
+        index_K = np.flatnonzero((gate_slot_R != NO_GATE_SLOT) & (drafts_R > 0))
+        if not len(index_K):
+            return None
+        last_R = np.cumsum(counts_R, dtype=np.int64) - 1
+        return _DraftedGates(index_K, gate_slot_R[index_K].astype(np.int64), last_R[index_K])
 
     def _write_map(
         self, req_ids: Sequence[str], slots_R: NDArray[np.intp], batch: StepBatch
     ) -> _ValidMap:
         """Send the map of this batch, and return the later batches it is right for."""
         starts_R, counts_R = batch.starts_R.astype(np.int64), batch.counts_R.astype(np.int64)
-        self._enter_segments(slots_R, starts_R)
+        lowest_R = starts_R if batch.lowest_R is None else batch.lowest_R.astype(np.int64)
+        windows = _ProgramWindows()
+        self._enter_segments(slots_R, lowest_R)
         num_tokens = int(counts_R.sum())
         num_mapped = num_tokens if slots_R.any() else 0
         map_N4 = np.zeros((max(num_mapped, self._tables.num_mapped), t.MAP_WORDS), np.int32)
@@ -193,16 +238,19 @@ class WorkerSteering:
         if num_mapped:
             map_N4[:num_tokens, t.PROGRAM] = np.repeat(self._program_B[slots_R], counts_R)
             is_crossing_R = starts_R > last_R
-            self._map_crossing(map_N4, np.flatnonzero(is_crossing_R), slots_R, batch)
+            for index in np.flatnonzero(is_crossing_R).tolist():
+                self._map_crossing(map_N4, index, int(slots_R[index]), batch, windows)
             is_fresh_R = self._map_gate_slots(map_N4, slots_R, starts_R, counts_R)
             # The map of a fresh start differs from that of the next step.
-            first_R[self._gate_slot_B[slots_R] != NO_GATE_SLOT] = 1
+            is_stateful_R = self._gate_slot_B[slots_R] != NO_GATE_SLOT
+            first_R[is_stateful_R] = np.maximum(first_R[is_stateful_R], 1)
             last_R[is_fresh_R | is_crossing_R] = NEVER
         self._send(map_N4, num_mapped)
+        windows.choose(self._tables)
         return _ValidMap(req_ids, slots_R, batch.counts_R.tobytes(), first_R, last_R)
 
     def _enter_segments(self, slots_R: NDArray[np.intp], starts_R: NDArray[np.int64]) -> None:
-        """Move each slot to the segment of its request's first position."""
+        """Move each slot to the segment of its request's first position, or the least it can be."""
         is_outside_R = (starts_R < self._low_B[slots_R]) | (starts_R >= self._high_B[slots_R])
         for index in np.flatnonzero(is_outside_R):
             self._enter_segment(int(slots_R[index]), int(starts_R[index]))
@@ -216,22 +264,27 @@ class WorkerSteering:
     def _map_crossing(
         self,
         map_N4: NDArray[np.int32],
-        crossing: NDArray[np.intp],
-        slots_R: NDArray[np.intp],
+        index: int,
+        slot: int,
         batch: StepBatch,
+        windows: _ProgramWindows,
     ) -> None:
-        """Map the requests whose rows in this step lie in several segments."""
-        ends_R = np.cumsum(batch.counts_R)
-        for index in crossing:
-            schedule = self._schedules[slots_R[index]]
-            assert schedule is not None
-            count, position = int(batch.counts_R[index]), int(batch.starts_R[index])
-            row_of_position_0, end = int(ends_R[index]) - count - position, position + count
-            while position < end:
-                program, _, high = schedule.segment(position)
-                rows = slice(row_of_position_0 + position, row_of_position_0 + min(high, end))
-                map_N4[rows, t.PROGRAM] = program
-                position = high
+        """Map a request whose rows in this step lie in several segments, or may lie there."""
+        schedule = self._schedules[slot]
+        assert schedule is not None
+        count, position = int(batch.counts_R[index]), int(batch.starts_R[index])
+        first_row, end = int(batch.counts_R[:index].sum()), position + count
+        lowest = position if batch.lowest_R is None else int(batch.lowest_R[index])
+        if lowest < position:
+            map_N4[first_row : first_row + count, t.PROGRAM] = CHOSEN
+            windows.add(schedule, first_row, count, lowest, end)
+            return
+        row_of_position_0 = first_row - position
+        while position < end:
+            program, _, high = schedule.segment(position)
+            rows = slice(row_of_position_0 + position, row_of_position_0 + min(high, end))
+            map_N4[rows, t.PROGRAM] = program
+            position = high
 
     def _map_gate_slots(
         self,

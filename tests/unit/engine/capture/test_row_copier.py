@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,6 +69,44 @@ def test_requests_with_different_plans_share_a_step() -> None:
         for choice in (0, 1)
         for point in ("post_block.0", "post_block.1")
     }
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_whose_positions_and_drafts_the_device_alone_knows_are_those_that_are_wanted(
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    wanted: dict[str, list[int]] = {}
+    truth: dict[tuple[str, int], Any] = {}
+    with rig(nbytes=4 << 20) as made:
+        for stream, name in enumerate(("a", "b", "c"), 1):
+            edges = np.sort(rng.choice(40, 6, replace=False)).reshape(3, 2).tolist()
+            made.enter(name, stream, capture_plan(ranges=[(one, end) for one, end in edges]))
+            wanted[name] = [at for first, end in edges for at in range(first, end)]
+        nexts = dict.fromkeys(wanted, 0)
+        for _ in range(20):
+            counts = rng.integers(1, 5, 3).tolist()
+            laid = [(name, nexts[name], count) for name, count in zip(nexts, counts, strict=True)]
+            rejected = tuple(int(rng.integers(count)) for count in counts)
+            stash_STD, row = made.step(*laid, rejected=rejected), 0
+            for (name, start, count), num_rejected in zip(laid, rejected, strict=True):
+                kept = range(start, start + count - num_rejected)
+                truth |= {(name, at): stash_STD[1, row + at - start].numpy() for at in kept}
+                row, nexts[name] = row + count, kept.stop
+        made.settle()
+    for stream, name in enumerate(nexts, 1):
+        expected = [at for at in wanted[name] if at < nexts[name]]
+        blocks = [
+            (row, values_D)
+            for block in made.consumers["toy"].blocks
+            for row, values_D in zip(block.rows_N, block.arrays["values"], strict=True)
+            if row["stream"] == stream
+        ]
+        assert [int(row["position"]) for row, _ in blocks] == expected
+        assert all(row["token_id"] == 1000 + row["position"] for row, _ in blocks)
+        assert not any(row["flags"] for row, _ in blocks)
+        for at, (_, values_D) in zip(expected, blocks, strict=True):
+            assert np.array_equal(values_D, truth[name, at])
 
 
 def test_a_step_of_many_rows_is_copied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ import torch
 from clairai.engine.publish.publisher import HostPublisher
 from clairai.engine.publish.step_rows import RowBuilder, StepRows
 from clairai.engine.score.score_tables import ScoreTables
-from clairai.engine.step import ForwardInputs, RequestMark, StepBatch
+from clairai.engine.step import ForwardInputs, JudgedDrafts, RequestMark, StepBatch
 from clairai.points import Point
 from clairai.probe.bank import EngineBank
 from clairai.probe.model import Probe
@@ -93,6 +94,17 @@ def test_rows_that_stand_for_no_forward_carry_no_scores() -> None:
     ]
     assert np.isnan(record.scores_RC[0]).all()
     assert (record.scores_RC[1:] == 1).all()
+
+
+def test_drafts_that_the_forwards_own_device_rejects_are_left_out() -> None:
+    held = tables(2)
+    held.site(str(HERE)).read(torch.arange(8).view(4, 2).float())
+    drafts = JudgedDrafts(torch.tensor([0, 4]), torch.tensor([3]))
+    with ring(held) as (publisher, reader):
+        publisher.publish(rows_of(4), VERSION, replace(inputs(), drafts=drafts))
+        (record,) = reader.poll()
+    assert record.rows["position"].tolist() == [0]
+    assert record.scores_RC.tolist() == [[0, 1]]
 
 
 def test_a_step_of_events_alone_is_published_too() -> None:

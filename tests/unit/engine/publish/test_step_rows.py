@@ -100,6 +100,36 @@ def test_rows_that_a_preempted_request_computes_again_are_flagged() -> None:
     ]
 
 
+def ahead(start: int, count: int, num_drafts: int = 0) -> StepBatch:
+    """A step of one request whose drafts only the device knows."""
+    counts_R, starts_R = np.array([count], np.int32), np.array([start], np.int32)
+    return StepBatch(["r"], counts_R, starts_R, np.array([num_drafts], np.int32), starts_R)
+
+
+def flags_of(builder: RowBuilder, start: int, count: int) -> list[int]:
+    rows = builder.build(ahead(start, count))
+    filled = rows.fill(np.arange(start, start + count), np.zeros(count, np.int32))
+    return [int(flags) for flags in filled["flags"]]
+
+
+def test_a_request_that_was_stopped_within_its_prompt_has_new_rows_behind_that_place() -> None:
+    """Where the host does not know which drafts stand, as it does not on a GPU."""
+    builder = RowBuilder()
+    builder.add_request("r", RequestMark(7), 10, num_known=10)
+    assert flags_of(builder, 0, 4) == [0] * 4
+    builder.add_request("r", RequestMark(7), 10, num_known=10)
+    assert flags_of(builder, 0, 10) == [ring_messages.RECOMPUTED] * 4 + [0] * 6
+
+
+def test_a_request_that_comes_back_has_a_new_row_for_each_draft_that_was_rejected() -> None:
+    builder = RowBuilder()
+    builder.add_request("r", RequestMark(7), 4, num_known=4)
+    builder.build(ahead(0, 4))
+    builder.build(ahead(4, 4, num_drafts=3))  # of which one is accepted: token 6 is sampled last
+    builder.add_request("r", RequestMark(7), 4, num_known=7)
+    assert flags_of(builder, 0, 7) == [ring_messages.RECOMPUTED] * 6 + [0]
+
+
 def test_positions_of_an_image_are_marked_in_rows_and_in_cached_spans() -> None:
     text, image = ring_messages.TEXT, ring_messages.IMAGE
     media = [text, *[image] * 4, text, image, image]

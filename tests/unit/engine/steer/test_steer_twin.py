@@ -7,10 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from clairai.engine.steer.steer_tables import SteerTables
 from clairai.engine.steer.steering_plan import PlanAction, PlanGate, SteeringPlan
 from clairai.engine.steer.worker_steering import WorkerSteering
+from clairai.engine.step import StepBatch
 from clairai.errors import TapMissingError
 from clairai.fields.ranges import OPEN_END
 from tests.support.random_plans import SITES, WIDTH, courses_of_one_program, random_plan, row
@@ -214,18 +216,38 @@ def test_a_batch_of_sequences_is_steered_as_its_rows_in_order() -> None:
     assert x[:, :, 1].tolist() == [[1, 1, 1], [1, 1, 1]]
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_gates_forget_drafts_that_were_rejected(seed: int) -> None:
-    """Special tokens among them: a gate passes over those, and keeps its state."""
-    assert speculative_history(fleet(), np.random.default_rng(seed), num_steps=12) == []
+def test_gates_forget_drafts_that_were_rejected(seed: int, is_ahead: bool) -> None:
+    """Special tokens among them: a gate passes over those, and keeps its state.
+
+    Ahead, positions that only the device knows are steered as what they are.
+    """
+    rng = np.random.default_rng(seed)
+    assert speculative_history(fleet(), rng, num_steps=12, is_ahead=is_ahead) == []
 
 
+def _has_wrong_rows(*, is_ahead: bool) -> bool:
+    rngs = map(np.random.default_rng, range(12))
+    return any(speculative_history(fleet(), rng, 12, is_ahead=is_ahead) for rng in rngs)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
 def test_without_a_word_of_the_rejected_drafts_gates_would_remember_them(
+    is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WorkerSteering, "_forget", lambda *_: None)
+    assert _has_wrong_rows(is_ahead=is_ahead)
+
+
+def test_steered_by_the_positions_that_the_host_expects_rows_would_be_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(WorkerSteering, "reject", lambda *_: None)
-    histories = [
-        speculative_history(fleet(), np.random.default_rng(seed), num_steps=12)
-        for seed in range(12)
-    ]
-    assert any(histories)
+    """Where drafts were rejected."""
+
+    def place(self: WorkerSteering, batch: StepBatch) -> None:
+        original(self, structs.replace(batch, lowest_R=None))
+
+    original = WorkerSteering.place
+    monkeypatch.setattr(WorkerSteering, "place", place)
+    assert _has_wrong_rows(is_ahead=True)
