@@ -1,6 +1,7 @@
 """On a GPU: weights go from a trainer's memory to the engine's by 64-byte handles, and back.
 
-The engine core is a process of its own: CUDA opens no handle in the process that made it.
+The engine core is a process of its own: CUDA opens no handle in the process that made it. Free
+memory is counted on the whole GPU: nothing else may start or end on it meanwhile.
 """
 
 from __future__ import annotations
