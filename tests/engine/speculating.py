@@ -376,11 +376,13 @@ def use_v2_on_cpu() -> None:
 
 
 def allow_gpu() -> None:
-    """Leave out the refusals that stand until the tests of a GPU have passed."""
+    """Leave out the refusal that stands until the tests of a GPU have passed."""
     from clairai.compat import check_engine
 
-    check_engine.METHODS_ON_A_GPU = check_engine.SPECULATIVE_METHODS  # type: ignore[assignment, misc]
-    check_engine.check_speculation = lambda *_: None
+    left = [
+        one for one in check_engine.REFUSED_MODES if one[0] != check_engine.SPECULATION_ON_A_GPU
+    ]
+    check_engine.REFUSED_MODES = tuple(left)  # type: ignore[misc]
 
 
 @contextmanager

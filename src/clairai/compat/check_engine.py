@@ -12,7 +12,6 @@ from typing import Any, Final
 from clairai.capture.capture_settings import CaptureSettings
 from clairai.compat.kv_connectors import KEYED_CONNECTORS, find_unkeyed_connector
 from clairai.errors import UnsupportedError
-from clairai.settings import Settings
 
 # docs/matrix.md: all were run on a CPU, and all but 0.27 on a GPU.
 FIRST_VLLM: Final = (0, 26)
@@ -168,9 +167,9 @@ def _is_on_cpu(config: Any) -> bool:
     return str(_read_path(config, "device_config.device_type")) == "cpu"
 
 
-# Other methods, and steering and captures with any, are written and not proven on a GPU:
-# tests/gpu/test_speculation.py lets them in. A refusal goes when its tests have passed there.
-METHODS_ON_A_GPU: Final = ("ngram",)
+# Written, and not proven: tests/gpu/test_speculation.py runs without this line. It goes when those
+# tests have passed.
+SPECULATION_ON_A_GPU: Final = "speculative decoding on a GPU (not proven there)"
 
 
 # Each of these would give wrong or missing rows, or has not been proven to give right ones.
@@ -226,14 +225,7 @@ REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
             or _read_path(config, "compilation_config.pass_config.enable_sequence_parallelism")
         ),
     ),
-    (
-        "speculative decoding on a GPU by a method other than ngram (not proven there)",
-        lambda config: (
-            _is_speculating(config)
-            and not _is_on_cpu(config)
-            and _read_path(config, "speculative_config.method") not in METHODS_ON_A_GPU
-        ),
-    ),
+    (SPECULATION_ON_A_GPU, lambda config: _is_speculating(config) and not _is_on_cpu(config)),
     (
         "speculative decoding on a GPU with the V1 model runner (it rejects drafts after the step "
         "is published)",
@@ -334,17 +326,6 @@ def check_core_settings(vllm_config: Any, captures: CaptureSettings | None) -> N
         return
     if captures is not None:
         captures.check_for_cores()
-
-
-def check_speculation(vllm_config: Any, settings: Settings) -> None:
-    """Refuse what has not been proven with drafts on a GPU."""
-    if not _is_speculating(vllm_config) or _is_on_cpu(vllm_config):
-        return
-    if settings.is_steering or settings.capture_settings is not None:
-        raise UnsupportedError(
-            "steering and captures with speculative decoding are not proven on a GPU; start "
-            "without them, or without speculative_config"
-        )
 
 
 def check_steering_mode(vllm_config: Any) -> None:

@@ -89,7 +89,6 @@ def prepare(worker: Any) -> None:
     check_engine.check_version(check_engine.vllm_version(), allow_untested=allow_untested)
     check_engine.check_device()
     check_engine.check_modes(config)
-    check_engine.check_speculation(config, get_settings(config))
     if accepts_weights(config):
         check_engine.check_weights_mode(config)
     resolved = resolve_engine_settings(config)

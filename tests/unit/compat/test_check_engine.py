@@ -156,7 +156,7 @@ def test_every_refused_mode_is_listed_here() -> None:
     elsewhere = (
         EXPERTS,
         "pipeline parallelism on a GPU",
-        "speculative decoding on a GPU by a method other than ngram",
+        "speculative decoding on a GPU",
         "speculative decoding on a GPU with the V1 model runner",
         "speculative decoding with adaptive verification",
         "speculative decoding with pipeline parallelism",
@@ -172,38 +172,23 @@ def test_every_refused_mode_is_listed_here() -> None:
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "mtp"])
-def test_speculation_is_served_by_methods_runners_and_releases_that_were_tried(
+def test_speculation_is_served_on_a_cpu_by_methods_and_releases_that_were_tried(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_engine, "vllm_version", lambda: "0.32.0+cpu")
     speculating = config("speculative_config", SimpleNamespace(method=method))
     assert list_refused_modes(speculating) == []
     speculating.device_config.device_type = "cuda"
-    other_drafters = "speculative decoding on a GPU by a method other than ngram"
-    on_a_gpu = [] if method == "ngram" else [other_drafters]
     assert [reason.partition(" (")[0] for reason in list_refused_modes(speculating)] == [
-        *on_a_gpu,
+        "speculative decoding on a GPU",
         "speculative decoding on a GPU with the V1 model runner",
     ]
     speculating.use_v2_model_runner = True
-    found = list_refused_modes(speculating)
-    assert [reason.partition(" (")[0] for reason in found] == on_a_gpu
+    assert list_refused_modes(speculating) == [check_engine.SPECULATION_ON_A_GPU]
     speculating.device_config.device_type = "cpu"
     monkeypatch.setattr(check_engine, "vllm_version", lambda: "0.31.2")
     (reason,) = list_refused_modes(speculating)
     assert reason.startswith("speculative decoding with vLLM before 0.32")
-
-
-@pytest.mark.parametrize("asked", [{"steering": True}, {"capture": {"folder": "captures"}}])
-def test_on_a_gpu_speculation_goes_with_neither_steering_nor_captures(asked: Any) -> None:
-    speculating = config("speculative_config", SimpleNamespace(method="ngram"))
-    settings = Settings(**asked)
-    check_engine.check_speculation(speculating, settings)
-    speculating.device_config.device_type = "cuda"
-    check_engine.check_speculation(speculating, Settings())
-    with pytest.raises(UnsupportedError, match="are not proven on a GPU"):
-        check_engine.check_speculation(speculating, settings)
-    check_engine.check_speculation(SimpleNamespace(), settings)
 
 
 def test_a_plain_engine_is_served_and_tensor_parallelism_with_it() -> None:
