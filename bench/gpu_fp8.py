@@ -7,6 +7,7 @@ GPU. For each batch size: milliseconds per token, and the kernels of a decode st
 often each ran and how long. Then a small real model in fp8, with taps and without: its greedy
 tokens and their logprobs. Results are written to a folder as they come.
 Run: python -m bench.gpu_fp8 --out FOLDER [--batches 1 16 64 256] [--rounds 3] [--only times]
+     [--lock FILE]
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from bench import gpu_kernels
+from bench import gpu_kernels, turns
 from bench.gpu_engines import Case, decode_times, engines
 from tests.engine import models
 from tests.engine.process import EngineProcess
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("--lock", type=Path, help="of benches that start at the same time")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     began_s = time.monotonic()
@@ -73,8 +75,17 @@ def write(out: Path, name: str, found: Any) -> None:
 
 def compare_times(options: argparse.Namespace, folder: Path) -> None:
     cases = (FIRST, SECOND, TAPPED)
-    graphs = {"cudagraph_capture_sizes": sorted(options.batches)}
-    with engines(SHAPE, cases, folder, quantization="fp8", compilation_config=graphs) as running:
+    changes: dict[str, Any] = {
+        "quantization": "fp8",
+        "compilation_config": {"cudagraph_capture_sizes": sorted(options.batches)},
+        "gpu_memory_utilization": 0.02,  # what is free is not this engine's alone
+        "kv_cache_memory_bytes": 3 << 30,
+    }
+    with (
+        turns.share(options.lock) as wait_for_turn,
+        engines(SHAPE, cases, folder, **changes) as running,
+    ):
+        wait_for_turn()
         write(options.out, "engines", {name: one.call(describe) for name, one in running.items()})
         for batch in options.batches:
             write(options.out, "times", time_engines(running, batch, options.rounds))

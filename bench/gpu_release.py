@@ -6,10 +6,10 @@ that a run that is cut short still counts; a part that fails is a line that says
 go on. `python -m scripts.gpu_matrix DIR` makes the tables of docs/matrix.md of them.
 
 Weights are made up: for rows and values a small Llama in a folder, held against Hugging Face; for
-times dummies of a real model's shape. The release is whichever `vllm` can be imported.
-Engines of several releases may start at the same time: with one --lock, they take their times one
-release after the other.
-Run: python -m bench.gpu_release --out DIR [--shape qwen3-0.6b]
+times dummies of a real model's shape, large enough that a step waits for the GPU and not for the
+host. The release is whichever `vllm` can be imported. With one --lock, several releases start at
+the same time, and measure one after the other.
+Run: python -m bench.gpu_release --out DIR [--shape llama-3.1-8b]
      [--parts rows overhead alone weights] [--lock FILE]
 """
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import fcntl
 import importlib.metadata
 import json
 import os
@@ -30,7 +29,7 @@ import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -40,7 +39,7 @@ from typing import Any, Final
 import numpy as np
 
 import clairai
-from bench import gpu_mute, weights_sends, weights_stock
+from bench import gpu_mute, turns, weights_sends, weights_stock
 from bench.gpu_engines import SHAPES, Case, decode_times, start_engine
 from bench.gpu_overhead import BATCHES, decode_ratios, each_worker
 from bench.weights_shape import write_checkpoint
@@ -54,6 +53,7 @@ RUNNERS: Final = {"V1": "0", "V2": "1"}  # VLLM_USE_V2_MODEL_RUNNER, 0.26 to 0.3
 NUM_NEW: Final = 48
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of graphs; vLLM's own list has 51
 HUGE: Final = ("qwen3-30b-a3b",)  # one engine fills half of the GPU
+SENT: Final = "qwen3-0.6b"  # the shape of weights that are handed over
 CALL_S: Final = 90.0
 
 # Rows and values.
@@ -74,21 +74,21 @@ def main() -> None:
         folder = Path(name)
         register_plugin(folder / "packages")
         results = Results(asked.out, asked.shape)
-        with Bench(asked, folder, results) as bench:
-            bench.run()
+        with turns.share(asked.lock) as wait_for_turn, Bench(asked, folder, results) as bench:
+            bench.run(wait_for_turn)
             results.add("time", seconds=round(time.monotonic() - began_s, 1))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="a folder for VERSION-SHAPE.jsonl")
-    parser.add_argument("--shape", default="qwen3-0.6b", choices=[one.name for one in _shapes()])
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=[one.name for one in _shapes()])
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--runners", nargs="*", choices=[*RUNNERS], default=[*RUNNERS])
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--lock", type=Path, help="held while times are taken")
-    parser.add_argument("--seconds", type=float, default=105, help="nothing is begun after that")
+    parser.add_argument("--lock", type=Path, help="of benches that start at the same time")
+    parser.add_argument("--seconds", type=float, default=300, help="nothing is begun after that")
     return parser.parse_args(arguments)
 
 
@@ -206,13 +206,11 @@ class Bench:
         self._asked, self._folder, self._results = asked, folder, results
         config = json.loads((SHAPES / asked.shape / "config.json").read_text())
         self._layers = int(config["num_hidden_layers"])
-        self._is_large = int(config["hidden_size"]) > 1024
         self._pool = ThreadPoolExecutor(32)
         self._starting: dict[str, Future[EngineProcess]] = {}
         self._silenced: set[str] = set()  # engines that have graphs without taps, too
         self._start_s = asked.seconds + 30
         self._busy: list[Future[None]] = []
-        self._opened = ExitStack()
 
     def __enter__(self) -> Bench:
         return self
@@ -224,9 +222,8 @@ class Bench:
             for each in self._starting.values():
                 if each.exception() is None:
                     pool.submit(each.result().close)
-        self._opened.close()
 
-    def run(self) -> None:
+    def run(self, wait_for_turn: Callable[[], None]) -> None:
         parts = self._asked.parts
         measured = self.list_cases() if "overhead" in parts else []
         for one in measured:
@@ -239,14 +236,13 @@ class Bench:
             for runner in self._asked.runners:
                 self._busy.append(self._pool.submit(self._check_rows, runner, folder))
         if "weights" in parts:
-            model = write_checkpoint(self._asked.shape, self._folder / "checkpoint")
+            model = write_checkpoint(SENT, self._folder / "checkpoint")
             self._start("clairai_ipc", self._start_weights, model)
             self._start("ipc", self._start_stock, model)
         wait(self._starting.values())  # a start takes time of what is measured
         wait(self._busy)
         self._results.add("started", engines=sorted(self._starting))
-        if self._asked.lock is not None:
-            self._take_turn(self._asked.lock)
+        wait_for_turn()
         for one in measured:
             for load in one.loads:
                 self._measure_cost(one, load)
@@ -254,11 +250,6 @@ class Bench:
             self._measure_weights(self._folder / "checkpoint")
         if "alone" in parts:
             self._compare_alone(measured)
-
-    def _take_turn(self, lock: Path) -> None:
-        """Wait until no other release takes its times, nor ends its engines."""
-        file = self._opened.enter_context(lock.open("w"))
-        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
 
     def _start(self, name: str, start: Callable[..., EngineProcess], *given: Any) -> None:
         self._starting[name] = self._pool.submit(start, *given)
@@ -334,11 +325,8 @@ class Bench:
             found += [
                 Measured(self._case("V2 1 layer x 16", (middle,), 16), "V2", every),
                 Measured(self._case("V2 steering", ("post_block.*",), 1, settings), "V2", both),
+                Measured(self._case("V1 all layers x 16", ("post_block.*",), 16), "V1", every),
             ]
-        if not self._is_large:
-            found.append(
-                Measured(self._case("V1 all layers x 16", ("post_block.*",), 16), "V1", every)
-            )
         return [one for one in found if one.runner in self._asked.runners]
 
     def _case(
@@ -369,6 +357,9 @@ class Bench:
             start_s=self._start_s,
             call_s=CALL_S,
             compilation_config={"cudagraph_capture_sizes": list(SIZES)},
+            gpu_memory_utilization=0.02,  # what is free is not this engine's alone
+            kv_cache_memory_bytes=3 << 30,
+            max_num_batched_tokens=2048,
         )
         if case.settings:
             engine.call(name_vector)
@@ -473,7 +464,7 @@ class Bench:
             enforce_eager=True,  # loading is the same, and starts are sooner
             max_model_len=512,
             max_num_seqs=8,
-            gpu_memory_utilization=0.1,
+            gpu_memory_utilization=0.02,
             kv_cache_memory_bytes=1 << 30,
             **changes,
         )
