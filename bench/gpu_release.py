@@ -178,7 +178,8 @@ class Results:
             yield
         except Exception as error:
             traceback.print_exc()
-            self.add(part, **what, failed=str(error).strip()[-1500:] or repr(error))
+            told = str(error).strip().splitlines() or [repr(error)]  # an engine's has a traceback
+            self.add(part, **what, failed=told[-1][:1500])
 
 
 @dataclass(frozen=True)

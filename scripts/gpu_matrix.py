@@ -2,14 +2,13 @@
 
 Run: python -m scripts.gpu_matrix [DIR...]   (folders with VERSION-SHAPE.jsonl: kept, then shown)
 
-Results of all releases are kept in bench/results, so that one of them can be measured again without
-the others.
+Results of all releases are kept in bench/results, so that one of them, or a part of it, can be
+measured again without the others.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 KEPT: Final = ROOT / "bench" / "results"
 PAGE: Final = ROOT / "docs" / "matrix.md"
 HEADING: Final = "## On a GPU"
-DEFAULT_SHAPE: Final = "qwen3-0.6b"
 
 COSTS: Final = {  # heading, by case and load
     ("1 layer x 16", "probes"): "16 probes, 1 layer",
@@ -36,7 +34,10 @@ CHECKED: Final = ("vLLM", "runner", "rows", "wrong", "missing", "values")
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One line of a result; which fields are set depends on the part."""
+    """One line of a result; which fields are set depends on the part.
+
+    The shape is that of the model whose times are taken.
+    """
 
     part: str
     failed: str | None = None
@@ -69,7 +70,7 @@ class Line(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Release:
-    """What one release gave with one shape of model."""
+    """What one release gave."""
 
     about: Line
     lines: tuple[Line, ...]
@@ -79,17 +80,17 @@ class Release:
         return tuple(map(int, re.findall(r"\d+", self.about.vllm)))
 
     @property
-    def runners(self) -> list[str]:
-        found = {line.runner for line in self.lines if line.part in ("rows", "overhead")}
+    def shapes(self) -> set[str]:
+        """Of models whose times were taken."""
+        return {line.shape for line in self.lines if line.part == "overhead"}
+
+    def list_runners(self, part: str, **what: Any) -> list[str]:
+        found = {line.runner for line in self.lines if line.part == part and _has(line, what)}
         return sorted(found, reverse=True)
 
     def find(self, part: str, **what: Any) -> Line | None:
         """The newest that did not fail; else the newest."""
-        found = [
-            line
-            for line in self.lines
-            if line.part == part and all(getattr(line, name) == v for name, v in what.items())
-        ]
+        found = [line for line in self.lines if line.part == part and _has(line, what)]
         good = [line for line in found if line.failed is None]
         return (good or found)[-1] if found else None
 
@@ -97,9 +98,9 @@ class Release:
         rows, values = (self.find(part, runner=runner) for part in ("rows", "values"))
         return (self.about.vllm, runner, *_rows_cells(rows), _values_cell(values))
 
-    def cost(self, runner: str, case: str, load: str) -> str:
+    def cost(self, shape: str, runner: str, case: str, load: str) -> str:
         """Ratios at each batch; `failed` if it was tried in vain, nothing if it was not."""
-        asked = {"runner": runner, "case": case, "load": load}
+        asked = {"shape": shape, "runner": runner, "case": case, "load": load}
         tried = [one for one in self.lines if one.part == "overhead" and _has(one, asked)]
         batches = sorted({line.batch for line in tried} - {0})
         found = [self.find("overhead", **asked, batch=batch) for batch in batches]
@@ -107,9 +108,10 @@ class Release:
             return "failed" if tried else ""
         return " / ".join("-" if one is None or one.failed else f"{one.p50:.3f}" for one in found)
 
-    def alone(self, runner: str) -> str:
+    def alone(self, shape: str, runner: str) -> str:
         """Milliseconds a token of vLLM alone, at each batch."""
-        found = [line for line in self.lines if line.part == "overhead" and line.runner == runner]
+        asked = {"shape": shape, "runner": runner}
+        found = [line for line in self.lines if line.part == "overhead" and _has(line, asked)]
         batches = sorted({line.batch for line in found if line.failed is None})
         by_batch = [[o.alone_ms for o in found if o.batch == b and not o.failed] for b in batches]
         return " / ".join(f"{min(times):.2f}" for times in by_batch)
@@ -118,10 +120,7 @@ class Release:
         ways = [self.find("weights", way=way) for way in ("clairai_ipc", "ipc", "ipc, packed")]
         return (
             self.about.vllm,
-            *(
-                "" if one is None else "failed" if one.failed else f"{one.ms:.0f} ms"
-                for one in ways
-            ),
+            *("" if one is None else _why_failed(one) or f"{one.ms:.0f} ms" for one in ways),
         )
 
     @property
@@ -133,8 +132,15 @@ class Release:
         return bool(wrong) and not any(wrong) and all(one.is_near for one in values)
 
 
-def _has(line: Line, what: dict[str, str]) -> bool:
+def _has(line: Line, what: dict[str, Any]) -> bool:
     return all(getattr(line, name) == value for name, value in what.items())
+
+
+def _why_failed(line: Line) -> str:
+    """Nothing if it did not; releases that are measured beside each other share a GPU's memory."""
+    if line.failed is None:
+        return ""
+    return "no memory left" if "out of memory" in line.failed else "failed"
 
 
 def _rows_cells(rows: Line | None) -> tuple[str, str, str]:
@@ -157,22 +163,34 @@ def _values_cell(values: Line | None) -> str:
 def main(arguments: Sequence[str]) -> int:
     KEPT.mkdir(exist_ok=True)
     for file in (found for folder in arguments for found in sorted(Path(folder).glob("*.jsonl"))):
-        shutil.copy(file, KEPT / file.name)
+        keep(file, KEPT / file.name)
     releases = read_releases(KEPT)
     PAGE.write_text(replace_section(PAGE.read_text(), releases))
-    return 0 if all(one.is_good for one in releases if one.about.shape == DEFAULT_SHAPE) else 1
+    return 0 if all(one.is_good for one in releases) else 1
+
+
+def keep(file: Path, kept: Path) -> None:
+    """Add what was not kept before."""
+    before = kept.read_text().splitlines() if kept.exists() else []
+    new = [line for line in file.read_text().splitlines() if line not in before]
+    kept.write_text("".join(f"{line}\n" for line in [*before, *new]))
 
 
 def read_releases(folder: Path) -> list[Release]:
-    """In order of version, the usual shape first."""
+    """In order of version; a file has one shape, and a release may have several files."""
     decoder = msgspec.json.Decoder(Line)
-    found = []
+    found: dict[str, list[Line]] = {}
+    about: dict[str, Line] = {}
     for file in sorted(folder.glob("*.jsonl")):
         lines = [decoder.decode(text) for text in file.read_bytes().splitlines() if text.strip()]
-        about = next((line for line in reversed(lines) if line.part == "about"), None)
-        if about is not None:
-            found.append(Release(about, tuple(lines)))
-    return sorted(found, key=lambda one: (one.about.shape != DEFAULT_SHAPE, one.order))
+        of_file = next((line for line in reversed(lines) if line.part == "about"), None)
+        if of_file is None:
+            continue
+        about[of_file.vllm] = of_file
+        known = found.setdefault(of_file.vllm, [])
+        known += [msgspec.structs.replace(line, shape=of_file.shape) for line in lines]
+    releases = [Release(about[version], tuple(lines)) for version, lines in found.items()]
+    return sorted(releases, key=lambda one: one.order)
 
 
 def replace_section(page: str, releases: Sequence[Release]) -> str:
@@ -182,18 +200,9 @@ def replace_section(page: str, releases: Sequence[Release]) -> str:
 
 
 def summary(releases: Iterable[Release]) -> str:
-    """Rows, values and ratios of every release with the usual shape; no column that is empty."""
-    rows = [
-        (*one.checked(runner), *(one.cost(runner, *kind) for kind in COSTS))
-        for one in releases
-        if one.about.shape == DEFAULT_SHAPE
-        for runner in one.runners
-    ]
-    headings = (*CHECKED, *COSTS.values())
-    shown = [at for at in range(len(headings)) if any(row[at] for row in rows)]
-    return numbers.table(
-        [headings[at] for at in shown], [[row[at] for at in shown] for row in rows]
-    )
+    """Rows and values of every release and runner."""
+    rows = [one.checked(runner) for one in releases for runner in one.list_runners("rows")]
+    return numbers.table(CHECKED, rows)
 
 
 TEXT: Final = """\
@@ -207,54 +216,60 @@ both are equal bit by bit. The model is a small Llama with random weights. A run
 that is not listed was not run."""
 
 TIMES: Final = """\
-The other columns are the time per token over vLLM without taps at batch {batches}, with the shape
-of {shape}. On the V2 runner it is taken in one engine, by turns, between its graphs and graphs of
-the same model without taps; on V1 between two engines side by side, which differ by up to 4 % for
-reasons of their own."""
+Time per token, with taps over without. On the V2 runner both are taken in one engine, by turns,
+between its graphs and graphs of the same model without taps; on V1 in two engines side by side,
+which differ by up to 4 % for reasons of their own. A batch of 256 steered rows takes less time than
+one that is not: [why](numbers.md#rows-that-are-alike-are-multiplied-faster)."""
+
+SHAPE: Final = """\
+The shape of {shape} with dummy weights at batch {batches}; milliseconds are without taps:"""
 
 
 def _section(releases: Sequence[Release]) -> list[str]:
-    usual = [one for one in releases if one.about.shape == DEFAULT_SHAPE]
-    if not usual:
+    if not releases:
         return [
             "Not measured yet: `python -m bench.gpu_release --out DIR` on a machine with a GPU."
         ]
-    about = usual[-1].about
-    days = " and ".join(sorted({one.about.day for one in releases}))
-    measured = {line.batch for one in usual for line in one.lines if line.part == "overhead"}
-    batches = " / ".join(str(batch) for batch in sorted(measured - {0}))
+    about = releases[-1].about
+    days = " and ".join(sorted({line.day for one in releases for line in one.lines} - {""}))
     told = {"gpu": about.gpu, "torch": about.torch, "python": about.python}
-    times = [TIMES.format(batches=batches, shape=DEFAULT_SHAPE)] if batches else []
-    parts = [TEXT.format(days=days, **told), *times, summary(usual)]
-    if any(line.part == "weights" for one in usual for line in one.lines):
-        parts += _sent_section(usual)
-    for one in releases:
-        if one not in usual:
-            parts += _other_shape(one)
+    parts = [TEXT.format(days=days, **told), summary(releases)]
+    shapes = sorted({shape for one in releases for shape in one.shapes})
+    parts += [TIMES] if shapes else []
+    for shape in shapes:
+        parts += _times_section(shape, releases)
+    if any(line.part == "weights" for one in releases for line in one.lines):
+        parts += _sent_section(releases)
     return parts
+
+
+def _times_section(shape: str, releases: Sequence[Release]) -> list[str]:
+    """No column that is empty."""
+    lines = [line for one in releases for line in one.lines if line.part == "overhead"]
+    batches = sorted({line.batch for line in lines if line.shape == shape} - {0})
+    rows = [
+        (
+            *(one.about.vllm, runner, one.alone(shape, runner)),
+            *(one.cost(shape, runner, *kind) for kind in COSTS),
+        )
+        for one in releases
+        for runner in one.list_runners("overhead", shape=shape)
+    ]
+    headings = ("vLLM", "runner", "ms a token", *COSTS.values())
+    shown = [at for at in range(len(headings)) if any(row[at] for row in rows)]
+    return [
+        SHAPE.format(batches=" / ".join(map(str, batches)), shape=shape),
+        numbers.table([headings[at] for at in shown], [[row[at] for at in shown] for row in rows]),
+    ]
 
 
 def _sent_section(releases: Sequence[Release]) -> list[str]:
     return [
-        "New weights of that shape handed over by a process on the same GPU, until they serve, and "
-        "by vLLM's own `ipc`, which verifies nothing, in the same run:",
+        "New weights of the shape of qwen3-0.6b handed over by a process on the same GPU, until "
+        "they serve, and by vLLM's own `ipc`, which verifies nothing, in the same run:",
         numbers.table(
             ("vLLM", "`clairai_ipc`", "`ipc`", "`ipc`, packed"), [one.sent() for one in releases]
         ),
-    ]
-
-
-def _other_shape(one: Release) -> list[str]:
-    rows = [
-        (
-            *(one.about.vllm, runner, one.alone(runner)),
-            *(one.cost(runner, *kind) for kind in COSTS),
-        )
-        for runner in one.runners
-    ]
-    return [
-        f"The shape of {one.about.shape} on {one.about.day}, vLLM alone in ms:",
-        numbers.table(("vLLM", "runner", "ms a token", *COSTS.values()), rows),
     ]
 
 

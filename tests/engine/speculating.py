@@ -375,16 +375,6 @@ def use_v2_on_cpu() -> None:
     CpuPlatform.check_and_update_config = classmethod(update)
 
 
-def allow_gpu() -> None:
-    """Leave out the refusal that stands until the tests of a GPU have passed."""
-    from clairai.compat import check_engine
-
-    left = [
-        one for one in check_engine.REFUSED_MODES if one[0] != check_engine.SPECULATION_ON_A_GPU
-    ]
-    check_engine.REFUSED_MODES = tuple(left)  # type: ignore[misc]
-
-
 @contextmanager
 def mark_nothing() -> Iterator[None]:
     """Plant the bug that the device marks no rejected draft."""

@@ -1,7 +1,4 @@
-"""On a GPU: the offloading connectors key by vLLM's block hashes, which carry the steering plan.
-
-They are refused with steering until this has passed; the test lets them in.
-"""
+"""On a GPU: the offloading connector keys by vLLM's block hashes, which carry the steering plan."""
 
 from __future__ import annotations
 
@@ -36,19 +33,12 @@ def _row(seed: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
 ROWS: Final = {forced.MIDDLE: _row(1)}
 
 
-def _let_them_in() -> None:
-    from clairai.compat import kv_connectors
-
-    kv_connectors.KEYED_CONNECTORS += ("OffloadingConnector", "SimpleCPUOffloadConnector")
-
-
 def test_offloaded_kv_reaches_only_requests_that_are_steered_the_same(
     runtime: Path, tmp_path: Path
 ) -> None:
     model = forced.model(tmp_path / "llama")
     with EngineProcess(
         runtime=runtime,
-        plant=_let_them_in,
         model=str(model),
         skip_tokenizer_init=True,
         dtype="float32",

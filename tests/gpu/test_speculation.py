@@ -50,7 +50,6 @@ def start(model: Path, runtime: Path, speculative: dict[str, Any], **changes: An
     return EngineProcess(
         runtime=runtime,
         environment={"VLLM_USE_V2_MODEL_RUNNER": changes.pop("runner", "1")},
-        plant=speculating.allow_gpu,
         model=str(model),
         skip_tokenizer_init=True,
         dtype="bfloat16",

@@ -15,7 +15,7 @@ from clairai.capture.backend import CaptureBackend, open_backend
 from clairai.capture.capture_settings import CaptureSettings
 from clairai.capture.consumers import EngineInfo
 from clairai.compat.extra_args import read_capture_plan
-from clairai.compat.kv_connectors import KEYED_CONNECTORS, find_unkeyed_connector
+from clairai.compat.kv_connectors import CAPTURED_CONNECTORS, find_other_connector
 from clairai.compat.model_sites import Sites
 from clairai.engine.capture.capture_resolver import CaptureResolver, EngineShape
 from clairai.engine.capture.row_copier import RowCopier
@@ -53,12 +53,12 @@ def _dtype_name(vllm_config: Any) -> str:
 
 
 def _check_capture_mode(vllm_config: Any, dtype: str) -> None:
-    connector = find_unkeyed_connector(vllm_config)
+    connector = find_other_connector(vllm_config, CAPTURED_CONNECTORS)
     if connector is not None:
         raise UnsupportedError(
             f"captures do not go with the KV connector {connector}: tokens it brings are never "
-            f"forwarded, so their rows would be missing; use one of {', '.join(KEYED_CONNECTORS)}, "
-            f"remove kv_transfer_config, or capture"
+            f"forwarded, so their rows would be missing; use {', '.join(CAPTURED_CONNECTORS)}, "
+            f"remove kv_transfer_config (and kv_offloading_size, which sets it), or the setting capture"
         )
     if dtype not in STORED_DTYPES:
         raise UnsupportedError(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from clairai.capture.capture_settings import CaptureSettings
-from clairai.compat.kv_connectors import KEYED_CONNECTORS, find_unkeyed_connector
+from clairai.compat.kv_connectors import KEYED_CONNECTORS, find_other_connector
 from clairai.errors import UnsupportedError
 
 # docs/matrix.md: all were run on a CPU, and all but 0.27 on a GPU.
@@ -167,11 +167,6 @@ def _is_on_cpu(config: Any) -> bool:
     return str(_read_path(config, "device_config.device_type")) == "cpu"
 
 
-# Written, and not proven: tests/gpu/test_speculation.py runs without this line. It goes when those
-# tests have passed.
-SPECULATION_ON_A_GPU: Final = "speculative decoding on a GPU (not proven there)"
-
-
 # Each of these would give wrong or missing rows, or has not been proven to give right ones.
 REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
     (
@@ -225,7 +220,6 @@ REFUSED_MODES: Final[tuple[tuple[str, ModeCheck], ...]] = (
             or _read_path(config, "compilation_config.pass_config.enable_sequence_parallelism")
         ),
     ),
-    (SPECULATION_ON_A_GPU, lambda config: _is_speculating(config) and not _is_on_cpu(config)),
     (
         "speculative decoding on a GPU with the V1 model runner (it rejects drafts after the step "
         "is published)",
@@ -335,12 +329,14 @@ def check_steering_mode(vllm_config: Any) -> None:
     connector has keys of its own: token ids (LMCache), blocks of another engine (NIXL), block
     hashes (offloading). Only those whose keys are known to carry the plan are served.
     """
-    connector = find_unkeyed_connector(vllm_config)
+    version = _read_version(vllm_version())
+    served = [name for name, first in KEYED_CONNECTORS.items() if version >= first]
+    connector = find_other_connector(vllm_config, served)
     if connector is not None:
         raise UnsupportedError(
             f"steering does not go with the KV connector {connector}: it may give the KV cache of "
             f"steered tokens to requests that are not steered; use one of "
-            f"{', '.join(KEYED_CONNECTORS)}, remove kv_transfer_config (and kv_offloading_size, "
+            f"{', '.join(served)}, remove kv_transfer_config (and kv_offloading_size, "
             f"which sets it), or start without steering"
         )
 

@@ -8,7 +8,8 @@ get_num_new_matched_tokens   v1/core/sched/scheduler.py, for each new request   
 The example connector names what it stores after the prompt's tokens and the identifiers of its
 media. A steered request gets one more identifier: what acts on the tokens that are stored, by
 content. So engines that share its folder share steered KV, too, and only with requests that are
-steered the same. Other connectors are refused with steering and captures (check_engine.py).
+steered the same. The offloading connector is keyed by vLLM's block hashes, which have the plan in
+them. Other connectors are refused with steering and captures (check_engine.py).
 Runs in: the engine core.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Sequence
 from typing import Any, Final
 
 from clairai.compat.extra_args import read_cache_keys, read_capture_plan
@@ -23,13 +25,14 @@ from clairai.errors import UnsupportedError
 
 # Their keys have the identifiers of media, to which a plan is added.
 _KEYED_BY_MEDIA: Final = ("ExampleConnector",)
-# Keys of these carry the steering plan; one more would be here if its keys were block hashes.
-KEYED_CONNECTORS: tuple[str, ...] = _KEYED_BY_MEDIA
+# Keys of these carry the steering plan; tried since which vLLM.
+KEYED_CONNECTORS: Final = {"ExampleConnector": (0, 26), "OffloadingConnector": (0, 32)}
+CAPTURED_CONNECTORS: Final = ("ExampleConnector",)  # captures were tried with these
 _IDENTIFIER: Final = "clairai-steering-"
 
 
-def find_unkeyed_connector(vllm_config: Any) -> str | None:
-    """The KV connector whose keys do not carry the steering plan; None if there is none.
+def find_other_connector(vllm_config: Any, served: Sequence[str]) -> str | None:
+    """The engine's KV connector if it is none of these of vLLM's own; None if it has none.
 
     config/kv_transfer.py, 0.26:26 and 62, 0.32:60 and 81
     """
@@ -38,7 +41,7 @@ def find_unkeyed_connector(vllm_config: Any) -> str | None:
         return None
     name = getattr(transfer, "kv_connector", None)
     is_vllms_own = getattr(transfer, "kv_connector_module_path", None) is None
-    return None if is_vllms_own and name in KEYED_CONNECTORS else str(name)
+    return None if is_vllms_own and name in served else str(name)
 
 
 def connect(scheduler: Any) -> None:

@@ -156,7 +156,6 @@ def test_every_refused_mode_is_listed_here() -> None:
     elsewhere = (
         EXPERTS,
         "pipeline parallelism on a GPU",
-        "speculative decoding on a GPU",
         "speculative decoding on a GPU with the V1 model runner",
         "speculative decoding with adaptive verification",
         "speculative decoding with pipeline parallelism",
@@ -172,20 +171,17 @@ def test_every_refused_mode_is_listed_here() -> None:
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "mtp"])
-def test_speculation_is_served_on_a_cpu_by_methods_and_releases_that_were_tried(
+def test_speculation_is_served_by_methods_runners_and_releases_that_were_tried(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_engine, "vllm_version", lambda: "0.32.0+cpu")
     speculating = config("speculative_config", SimpleNamespace(method=method))
     assert list_refused_modes(speculating) == []
     speculating.device_config.device_type = "cuda"
-    assert [reason.partition(" (")[0] for reason in list_refused_modes(speculating)] == [
-        "speculative decoding on a GPU",
-        "speculative decoding on a GPU with the V1 model runner",
-    ]
+    (reason,) = list_refused_modes(speculating)
+    assert reason.startswith("speculative decoding on a GPU with the V1 model runner")
     speculating.use_v2_model_runner = True
-    assert list_refused_modes(speculating) == [check_engine.SPECULATION_ON_A_GPU]
-    speculating.device_config.device_type = "cpu"
+    assert list_refused_modes(speculating) == []
     monkeypatch.setattr(check_engine, "vllm_version", lambda: "0.31.2")
     (reason,) = list_refused_modes(speculating)
     assert reason.startswith("speculative decoding with vLLM before 0.32")
@@ -248,6 +244,7 @@ EXAMPLE = SimpleNamespace(kv_connector="ExampleConnector", kv_connector_module_p
 ANOTHERS_EXAMPLE = SimpleNamespace(
     kv_connector="ExampleConnector", kv_connector_module_path="theirs"
 )
+OFFLOADING = SimpleNamespace(kv_connector="OffloadingConnector", kv_connector_module_path=None)
 LMCACHE = SimpleNamespace(kv_connector="LMCacheConnectorV1", kv_connector_module_path=None)
 
 
@@ -315,6 +312,17 @@ def test_steering_does_not_go_with_a_kv_connector() -> None:
         with pytest.raises(UnsupportedError, match="steering does not go with the KV connector"):
             check_engine.check_steering_mode(SimpleNamespace(kv_transfer_config=connector))
     check_engine.check_steering_mode(SimpleNamespace(kv_transfer_config=EXAMPLE))
+
+
+def test_steering_goes_with_vllms_offloading_since_the_release_it_was_tried_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = SimpleNamespace(kv_transfer_config=OFFLOADING)
+    monkeypatch.setattr(check_engine, "vllm_version", lambda: "0.32.0")
+    check_engine.check_steering_mode(engine)
+    monkeypatch.setattr(check_engine, "vllm_version", lambda: "0.31.0")
+    with pytest.raises(UnsupportedError, match=r"OffloadingConnector: .* use one of Example"):
+        check_engine.check_steering_mode(engine)
 
 
 def test_new_weights_do_not_go_with_any_kv_connector() -> None:

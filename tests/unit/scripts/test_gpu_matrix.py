@@ -9,17 +9,23 @@ from typing import Any
 from scripts import gpu_matrix, matrix
 from scripts.matrix import Verdict
 
-ABOUT = {"vllm": "0.31.0", "shape": "qwen3-0.6b", "gpu": "NVIDIA H200", "day": "2026-11-17"}
+SHAPE = "llama-3.1-8b"
+ABOUT = {"vllm": "0.31.0", "shape": SHAPE, "gpu": "NVIDIA H200", "day": "2026-11-17"}
 ROWS = {"rows": 95432, "wrong_rows": 0, "unaccounted": 0, "lost": 0, "wrong": []}
 VALUES = {"is_near": True, "is_first_exact": True, "worst": 0.0616, "floor": 0.083, "errors": {}}
 COST = {"case": "all layers x 16", "load": "probes", "alone_ms": 1.5, "p99": 1.0}
 
 
-def write(folder: Path, *lines: tuple[str, dict[str, Any]], version: str = "0.31.0") -> Path:
+def write(
+    folder: Path,
+    *lines: tuple[str, dict[str, Any]],
+    version: str = "0.31.0",
+    shape: str = SHAPE,
+) -> Path:
     folder.mkdir(exist_ok=True)
-    told = [("about", ABOUT | {"vllm": version}), *lines]
+    told = [("about", ABOUT | {"vllm": version, "shape": shape}), *lines]
     text = "".join(json.dumps({"part": part, **found}) + "\n" for part, found in told)
-    (folder / f"{version}-qwen3-0.6b.jsonl").write_text(text)
+    (folder / f"{version}-{shape}.jsonl").write_text(text)
     return folder
 
 
@@ -33,9 +39,11 @@ def test_a_release_has_a_row_for_each_runner(tmp_path: Path) -> None:
     )
     (release,) = gpu_matrix.read_releases(tmp_path)
     assert release.checked("V2") == ("0.31.0", "V2", "95,432", "2", "7", "6.2e-02 (8.3e-02)")
-    assert release.cost("V2", "all layers x 16", "probes") == "1.001 / 1.016"
-    assert release.cost("V1", "all layers x 16", "probes") == ""
-    assert release.runners == ["V2", "V1"]
+    assert release.cost(SHAPE, "V2", "all layers x 16", "probes") == "1.001 / 1.016"
+    assert release.cost(SHAPE, "V1", "all layers x 16", "probes") == ""
+    assert release.cost("another", "V2", "all layers x 16", "probes") == ""
+    assert release.list_runners("rows") == ["V2", "V1"]
+    assert release.list_runners("overhead", shape=SHAPE) == ["V2"]
     assert not release.is_good
 
 
@@ -53,20 +61,40 @@ def test_what_failed_is_shown_and_what_was_measured_again_counts(tmp_path: Path)
         ("overhead", {**failed, "case": "1 layer x 16", "load": "probes"}),
         ("weights", {"way": "clairai_ipc", "ms": 131.2, "found": {}}),
         ("weights", {"way": "ipc", "failed": "no"}),
+        ("weights", {"way": "ipc, packed", "failed": "CUDA out of memory. Tried to"}),
     )
     (release,) = gpu_matrix.read_releases(tmp_path)
     assert release.checked("V2")[2:] == ("failed", "", "", "wrong: 6.2e-02")
-    assert release.cost("V2", "all layers x 16", "probes") == "1.002 / -"
-    assert release.cost("V2", "1 layer x 16", "probes") == "failed"
-    assert release.sent() == ("0.31.0", "131 ms", "failed", "")
+    assert release.cost(SHAPE, "V2", "all layers x 16", "probes") == "1.002 / -"
+    assert release.cost(SHAPE, "V2", "1 layer x 16", "probes") == "failed"
+    assert release.sent() == ("0.31.0", "131 ms", "failed", "no memory left")
     assert not release.is_good
 
 
 def test_a_run_that_was_cut_short_still_counts(tmp_path: Path) -> None:
-    file = write(tmp_path, ("rows", {"runner": "V2", **ROWS})) / "0.31.0-qwen3-0.6b.jsonl"
+    file = write(tmp_path, ("rows", {"runner": "V2", **ROWS})) / f"0.31.0-{SHAPE}.jsonl"
     file.write_text(file.read_text() + "\n")
     (release,) = gpu_matrix.read_releases(tmp_path)
     assert release.is_good
+
+
+def test_shapes_of_one_release_have_tables_of_their_own(tmp_path: Path) -> None:
+    cost = {"runner": "V2", **COST, "batch": 64}
+    write(tmp_path, ("rows", {"runner": "V2", **ROWS}), ("overhead", {**cost, "p50": 1.002}))
+    write(tmp_path, ("overhead", {**cost, "p50": 1.25}), shape="qwen3-30b-a3b")
+    releases = gpu_matrix.read_releases(tmp_path)
+    assert [one.shapes for one in releases] == [{SHAPE, "qwen3-30b-a3b"}]
+    page = gpu_matrix.replace_section("", releases)
+    assert page.count("| 0.31.0 | V2 | 95,432 |") == 1
+    assert page.index("1.002") < page.index("shape of qwen3-30b-a3b") < page.index("1.250")
+
+
+def test_a_part_that_is_measured_later_is_kept_beside_the_others(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.jsonl"
+    for new in ("a\nb\n", "a\nb\n", "b\nc\n"):
+        (tmp_path / "new.jsonl").write_text(new)
+        gpu_matrix.keep(tmp_path / "new.jsonl", kept)
+    assert kept.read_text() == "a\nb\nc\n"
 
 
 def test_releases_stand_in_the_order_of_their_versions(tmp_path: Path) -> None:
@@ -87,15 +115,15 @@ def test_the_page_keeps_what_it_says_of_cpus(tmp_path: Path) -> None:
 def test_times_and_transfers_are_spoken_of_only_if_they_were_measured(tmp_path: Path) -> None:
     checked = ("rows", {"runner": "V2", **ROWS})
     page = gpu_matrix.replace_section("", gpu_matrix.read_releases(write(tmp_path, checked)))
-    assert "| vLLM | runner | rows | wrong | missing |\n" in page
-    assert "time per token" not in page
+    assert "| vLLM | runner | rows | wrong | missing | values |\n" in page
+    assert "ms a token" not in page
     assert "`ipc`" not in page
     measured = ("overhead", {"runner": "V2", **COST, "batch": 64, "p50": 1.002})
     sent = ("weights", {"way": "clairai_ipc", "ms": 131.2})
     write(tmp_path, checked, measured, sent)
     page = gpu_matrix.replace_section("", gpu_matrix.read_releases(tmp_path))
-    assert "| missing | 16 probes, all layers |\n" in page
-    assert "time per token over vLLM without taps at batch 64" in page
+    assert "| vLLM | runner | ms a token | 16 probes, all layers |\n" in page
+    assert f"The shape of {SHAPE} with dummy weights at batch 64;" in page
     assert "| 0.31.0 | 131 ms |" in page
 
 
