@@ -58,7 +58,8 @@ def _check_capture_mode(vllm_config: Any, dtype: str) -> None:
         raise UnsupportedError(
             f"captures do not go with the KV connector {connector}: tokens it brings are never "
             f"forwarded, so their rows would be missing; use {', '.join(CAPTURED_CONNECTORS)}, "
-            f"remove kv_transfer_config (and kv_offloading_size, which sets it), or the setting capture"
+            f"remove kv_transfer_config (and kv_offloading_size, which sets it), or the setting "
+            f"capture"
         )
     if dtype not in STORED_DTYPES:
         raise UnsupportedError(

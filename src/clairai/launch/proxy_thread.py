@@ -24,6 +24,7 @@ from clairai.errors import ClairaiError, ConfigError
 from clairai.launch.engine_command import ListenAddress
 from clairai.launch.engine_process import POLL_S
 from clairai.launch.user_output import UserOutput
+from clairai.local.frozen_heap import frozen_heap
 from clairai.local.own_clock import OwnClock
 from clairai.local.private_socket import runtime_dir
 from clairai.local.stop_signal import StopSignal
@@ -191,6 +192,7 @@ def run_proxy(
             observers.append(telemetry)
         app = create_app(settings, observers=observers, metrics=Metrics(replica=settings.replica))
         thread = undo.enter_context(ProxyThread(create_server(app, settings), listener))
+        undo.enter_context(frozen_heap())
         yield thread, app.state.proxy
 
 

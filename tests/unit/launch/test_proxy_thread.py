@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import resource
 import socket
@@ -19,9 +20,15 @@ from fastapi import FastAPI
 from clairai.errors import ClairaiError, ConfigError
 from clairai.launch import proxy_thread
 from clairai.launch.engine_command import ListenAddress
-from clairai.launch.proxy_thread import ProxyOptions, ProxyThread, listen, raise_descriptor_limit
+from clairai.launch.proxy_thread import (
+    ProxyOptions,
+    ProxyThread,
+    listen,
+    raise_descriptor_limit,
+    run_proxy,
+)
 from clairai.proxy.connections import most_connections
-from clairai.proxy.proxy_settings import Timeouts
+from clairai.proxy.proxy_settings import ProxySettings, Timeouts
 from tests.support.ring_engine import until
 
 
@@ -61,6 +68,19 @@ def test_the_app_answers_inside_the_block_and_the_port_is_free_after_it(
         front.check()
     assert ended == [True]
     listen(ListenAddress(port=port)).close()
+
+
+def test_a_proxy_that_serves_goes_through_nothing_for_garbage_that_it_was_started_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy_thread, "STOP_S", 60.0)
+    port = free_port()
+    settings = ProxySettings(f"http://127.0.0.1:{free_port()}", runtime_dir=tmp_path, port=port)
+    with run_proxy(settings, listen(ListenAddress(port=port))) as (front, proxy):
+        looked_at = {id(found) for found in gc.get_objects()}
+        assert {id(found) for found in (front, proxy)}.isdisjoint(looked_at)
+        assert _get(port, "/health/live")[0] == 200
+    assert any(found is proxy for found in gc.get_objects())
 
 
 def test_a_port_in_use_is_reported_before_anything_starts() -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from clairai.local.frozen_heap import frozen_heap
 from clairai.local.private_socket import Connection
 from clairai.local.thread_switch import switch_threads_often
 from clairai.proxy.app import create_app, create_completion_server
@@ -213,7 +214,8 @@ def serve(
     first = ProcessLink(link, app.state.proxy, counts, times)
     server = create_completion_server(app, settings, first)
     LastAnswers(end_fd, server.connections)
-    server.run(sockets=[])
+    with frozen_heap():
+        server.run(sockets=[])
     if telemetry is not None:
         telemetry.close()
 
