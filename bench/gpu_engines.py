@@ -120,7 +120,7 @@ def decode_times(
     capture: Mapping[str, Any] | None = None,
 ) -> NDArray[np.float64]:
     """Seconds between steps in which all of `batch` requests decode; each steered in turn."""
-    _add(llm, batch, prompt_len=16, num_new=num_new, steer=steer, capture=capture)
+    add_requests(llm, batch, prompt_len=16, num_new=num_new, steer=steer, capture=capture)
     times, tokens = np.array(_run(llm)).T
     is_full = tokens == batch
     between = np.diff(times)[is_full[1:] & is_full[:-1]]
@@ -128,13 +128,13 @@ def decode_times(
 
 
 def prefill_seconds(llm: Any, batch: int, prompt_len: int) -> float:
-    _add(llm, batch, prompt_len=prompt_len, num_new=1)
+    add_requests(llm, batch, prompt_len=prompt_len, num_new=1)
     begin = time.perf_counter()
     _run(llm)
     return time.perf_counter() - begin
 
 
-def _add(
+def add_requests(
     llm: Any,
     batch: int,
     *,
