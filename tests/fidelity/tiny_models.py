@@ -95,7 +95,7 @@ def make(architecture: str, folder: Path) -> TinyModel:
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))  # one is not small yet
     name = SAME_AS.get(architecture, architecture)
     kind = getattr(transformers, name, None)
-    if kind is None:
+    if kind is None or architecture in CONFIGS:
         return _make_config(architecture, folder)
     extras = EXTRAS.get(name, {})
     torch.manual_seed(11)
@@ -110,9 +110,7 @@ def make(architecture: str, folder: Path) -> TinyModel:
     model.save_pretrained(folder)
     _use_published_names(folder)
     if name != architecture:
-        file = folder / "config.json"
-        held = json.loads(file.read_text()) | {"architectures": [architecture]}
-        file.write_text(json.dumps(held))
+        _change_config(folder, architectures=[architecture])
     return TinyModel(name, _find_checkpoint(kind.config_class))
 
 
@@ -142,7 +140,23 @@ def _find_checkpoint(config: type[Any]) -> str:
 
 
 def _make_config(architecture: str, folder: Path) -> TinyModel:
-    """A config for vLLM alone: Llama's, with every size that vLLM's own source asks for."""
+    """A config for vLLM alone: Llama's or that of CONFIGS, with every size that vLLM asks for."""
+    import transformers
+
+    extras = EXTRAS.get(architecture, {})
+    kind = getattr(transformers, CONFIGS.get(architecture, "LlamaConfig"))
+    sizes = {} if architecture in CONFIGS else _sizes_asked(architecture)
+    wanted = {name: value for name, value in {**sizes, **extras}.items() if value is not ...}
+    config = shrink(kind, wanted)
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    if "model_type" in extras:  # of a config class of vLLM's own
+        _change_config(folder, model_type=extras["model_type"])
+    return TinyModel("", "")
+
+
+def _sizes_asked(architecture: str) -> dict[str, int]:
+    """Sizes of a config whose names are in the source of vLLM's model."""
     import transformers
 
     entry = registry()[architecture]
@@ -150,12 +164,12 @@ def _make_config(architecture: str, folder: Path) -> TinyModel:
         raise NoTinyModel(f"transformers {transformers.__version__} has no {architecture}")
     source = (_vllm_models() / f"{entry.module}.py").read_text()
     asked = {*re.findall(r"config\.(\w+)", source), *re.findall(r'config, "(\w+)"', source)}
-    sizes = {name: size for name, size in TEXT.items() if name in asked}
-    extras = {**sizes, **EXTRAS.get(architecture, {})}
-    config = shrink(transformers.LlamaConfig, extras)
-    config.architectures = [architecture]
-    config.save_pretrained(folder)
-    return TinyModel("", "")
+    return {name: size for name, size in TEXT.items() if name in asked}
+
+
+def _change_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def shrink(kind: type[Any], extras: Mapping[str, Any], *, is_text: bool = True) -> Any:
@@ -302,6 +316,17 @@ SAME_AS: Final = {
     "Qwen2_5OmniModel": "Qwen2_5OmniForConditionalGeneration",
 }
 
+# Config classes of Hugging Face for architectures of which it has no model, or none that vLLM loads.
+CONFIGS: Final = {
+    "MistralLarge3ForCausalLM": "DeepseekV3Config",
+    "SarvamMLAForCausalLM": "DeepseekV3Config",
+    "PanguUltraMoEForCausalLM": "DeepseekV3Config",
+    "DbrxForCausalLM": "DbrxConfig",
+    "LongcatFlashNgramForCausalLM": "LongcatFlashConfig",
+    "Rnj1ForCausalLM": "Gemma3TextConfig",
+    "MuseGlimmerForCausalLM": "MuseGlimmerTextConfig",
+}
+
 
 def _rope(sections: list[int], **more: float) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
@@ -325,7 +350,124 @@ _LFM2: Final[Mapping[str, Any]] = {
 }
 
 
+_BAILING: Final[Mapping[str, Any]] = {
+    "embedding_dropout": 0.0,
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "norm_topk_prob": True,
+    "score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+_CHATGLM: Final[Mapping[str, Any]] = {
+    "num_layers": 4,
+    "add_bias_linear": False,
+    "add_qkv_bias": True,
+    "apply_residual_connection_post_layernorm": False,
+    "fp32_residual_connection": False,
+    "hidden_dropout": 0.0,
+    "kv_channels": 32,
+    "layernorm_epsilon": 1e-5,
+    "multi_query_attention": True,
+    "multi_query_group_num": 1,
+    "original_rope": True,
+    "padded_vocab_size": VOCABULARY,
+    "post_layer_norm": True,
+    "rmsnorm": True,
+    "seq_length": 256,
+}
+
+
+# An Ellipsis leaves out a size of which the name is in the source.
 EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "BailingMoeForCausalLM": _BAILING,
+    "BailingMoeV2ForCausalLM": _BAILING,
+    "BailingMoeV2_5ForCausalLM": {**_BAILING, "layer_group_size": 1},
+    "SarvamMoEForCausalLM": _BAILING,
+    "SarvamMLAForCausalLM": _BAILING | {"num_experts": 4, "num_shared_experts": 1},
+    "ChatGLMModel": _CHATGLM,
+    "ChatGLMForConditionalGeneration": _CHATGLM,
+    "DeepseekForCausalLM": {
+        "index_topk": ...,
+        "kv_lora_rank": ...,
+        "q_lora_rank": ...,
+        "qk_nope_head_dim": ...,
+        "qk_rope_head_dim": ...,
+        "v_head_dim": ...,
+        "norm_topk_prob": True,
+        "n_group": ...,
+        "topk_group": ...,
+        "routed_scaling_factor": 1.0,
+    },
+    "ExaoneForCausalLM": {"activation_function": "silu", "layer_norm_epsilon": 1e-5},
+    "MiniCPMForCausalLM": {
+        "num_experts": 0,
+        "dim_model_base": 32,
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+    },
+    "SolarForCausalLM": {
+        "bskcn_tv": [0.9, 0.8],
+        "bskcn_1": [1],
+        "bskcn_2": [2],
+        "bskcn_3": [2],
+        "bskcn_4": [3],
+    },
+    "TeleChat2ForCausalLM": {
+        "n_layer": 4,
+        "n_head": 2,
+        "ffn_hidden_size": 128,
+        "layer_norm_epsilon": 1e-5,
+    },
+    "TeleFLMForCausalLM": {"use_mup": True, "mup_scale_factor": 1.0, "output_mult": 2.0},
+    "Step3TextForCausalLM": {
+        "max_position_embedding": 256,
+        "share_q_dim": 64,
+        "norm_expert_weight": True,
+        "moe_layers_enum": "1,3",
+    },
+    "Plamo3ForCausalLM": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "interleaved_sliding_window": [32, None] * 2,
+        "rope_local_theta": 10000,
+    },
+    "Param2MoEForCausalLM": _BAILING | {"rope_theta": 10000.0, "rope_scaling": None},
+    "PanguEmbeddedForCausalLM": {
+        "n_routed_experts": ...,
+        "kv_lora_rank": ...,
+        "q_lora_rank": ...,
+        "routed_scaling_factor": 1.0,
+    },
+    "PanguProMoEV2ForCausalLM": {
+        "kv_lora_rank": ...,
+        "q_lora_rank": ...,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": True,
+        "router_enable_expert_bias": False,
+    },
+    "PanguUltraMoEForCausalLM": {"sandwich_norm": True},
+    "K2HorizonForCausalLM": {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "attention_gate_func": "sigmoid",
+        "layernorm_num_groups": 1,
+        "moe_gate_bias": False,
+        "mova_num_experts": 0,
+        "mova_num_experts_per_tok": 0,
+        "query_key_norm": True,
+        "rope_head_dim": 32,
+        "router_scaling_factor": 1.0,
+        "router_score_func": "softmax",
+    },
+    "IQuestLoopCoderForCausalLM": {"max_window_layers": 4},
+    "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+    "LongcatFlashNgramForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+    "Gemma3nForCausalLM": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0],
+    },
+    "NemotronHForCausalLM": {"layers_block_type": ["mamba", "mlp", "attention", "mlp"]},
     "MistralForCausalLM": {"sliding_window": None},
     "AfmoeForCausalLM": {
         "score_func": "sigmoid",
