@@ -316,7 +316,7 @@ SAME_AS: Final = {
     "Qwen2_5OmniModel": "Qwen2_5OmniForConditionalGeneration",
 }
 
-# Config classes of Hugging Face for architectures of which it has no model, or none that vLLM loads.
+# Config classes of Hugging Face where it has no model, or none whose weights vLLM can load.
 CONFIGS: Final = {
     "MistralLarge3ForCausalLM": "DeepseekV3Config",
     "SarvamMLAForCausalLM": "DeepseekV3Config",
@@ -374,6 +374,13 @@ _CHATGLM: Final[Mapping[str, Any]] = {
     "post_layer_norm": True,
     "rmsnorm": True,
     "seq_length": 256,
+}
+# As published; Hugging Face's own config has them as constants.
+_LONGCAT: Final[Mapping[str, Any]] = {
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+    "zero_expert_num": 2,
+    "zero_expert_type": "identity",
 }
 
 
@@ -460,8 +467,8 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
         "router_score_func": "softmax",
     },
     "IQuestLoopCoderForCausalLM": {"max_window_layers": 4},
-    "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
-    "LongcatFlashNgramForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+    "LongcatFlashForCausalLM": _LONGCAT,
+    "LongcatFlashNgramForCausalLM": _LONGCAT,
     "Gemma3nForCausalLM": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from torch import nn
@@ -20,6 +20,7 @@ from clairai.compat.forward_source import (
     assigned_names,
     called_child,
     calls_in,
+    find_child,
     find_forward,
     given_to,
     is_super_forward,
@@ -35,6 +36,9 @@ NO_NORM_BEFORE: Final = "no norm before its first sublayer is given the residual
 NOTHING_BETWEEN: Final = (
     "nothing between attention and MLP is given the residual stream (a parallel block has no such "
     "point)"
+)
+SEVERAL_MIXERS: Final = (
+    "has several attentions, each followed by an MLP, so several streams lie between the two"
 )
 NO_MLP: Final = "calls no attention, or another mixer, and then an MLP of its own"
 
@@ -99,14 +103,90 @@ def _find_between(
     mlp = _first(calls, lambda name: _is_mlp(block, name))
     if mlp is None or mlp < mixer:
         return [], f"{kind}: {NO_MLP}"
+    if any(
+        call.name != calls[mixer].name for call in calls[mlp:] if _is_attention(block, call.name)
+    ):
+        return [], f"{kind}: {SEVERAL_MIXERS}"
     norms = [call for call in calls[mixer:mlp] if _is_norm_of(block, call.name)]
     # A norm that is given what came into the block is that of a parallel MLP.
     between = [call for call in norms if call.sees_stream and call.num_added != 0]
     if not between and calls[mlp].num_added:
         between = [calls[mlp]]
+    if not between:
+        between = _find_in_mixer(block, calls[mixer].name) or _find_summed(block, calls[mixer:mlp])
     if not between or _is_called_afterwards(block, between[-1].name, calls):
         return [], f"{kind}: {NOTHING_BETWEEN}"
     return between, ""
+
+
+def _find_in_mixer(block: nn.Module, mixer: str) -> list[ForwardCall]:
+    """The norm behind attention, where a child of the block holds both.
+
+    models/dbrx.py, DbrxFusedNormAttention, 0.32:306.
+    """
+    child = find_child(block, mixer)
+    if not isinstance(child, nn.Module):
+        return []
+    calls = list(list_calls(type(child), child))
+    attention = _first(calls, lambda name: _is_attention(child, name))
+    if attention is None:
+        return []
+    norms = [call for call in calls[attention:] if _is_norm_of(child, call.name)]
+    return [
+        replace(call, name=f"{mixer}.{call.name}")
+        for call in norms
+        if call.sees_stream and norms[-1] is call
+    ]
+
+
+def _find_summed(block: nn.Module, calls: list[ForwardCall]) -> list[ForwardCall]:
+    """Of these calls, which begin with the mixer: norms given a sum that the block adds to later.
+
+    models/gemma3n.py, Gemma3nDecoderLayer, 0.32:536.
+    """
+    _, forward = find_forward(type(block))
+    statements = [*list_statements(parse(forward).body, possible_branches(block))]
+    names = [[called_child(node) for node in calls_in(one)] for one in statements]
+    mixed = next((i for i, held in enumerate(names) if calls[0].name in held), len(statements))
+    found: list[ForwardCall] = []
+    for call in (one for one in calls if _is_norm_of(block, one.name) and one.num_args == 1):
+        at = next((i for i, held in enumerate(names) if call.name in held), 0)
+        given = next(
+            (
+                name_of(given_to(node)[0])
+                for node in calls_in(statements[at])
+                if called_child(node) == call.name
+            ),
+            None,
+        )
+        is_sum = any(_assigns_sum(one, given) for one in statements[mixed + 1 : at])
+        if is_sum and _is_added_later(statements[at + 1 :], given):
+            found.append(call)
+    return found
+
+
+def _assigns_sum(statement: ast.stmt, name: str | None) -> bool:
+    is_assigned = isinstance(statement, Assignment) and name in assigned_names(statement)
+    adds = (
+        isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) for node in ast.walk(statement)
+    )
+    return is_assigned and any(adds)
+
+
+def _is_added_later(statements: list[ast.stmt], name: str | None) -> bool:
+    """True if one of these statements adds to `name` before any assigns it again."""
+    for statement in statements:
+        if not isinstance(statement, Assignment):
+            continue
+        if (
+            statement.value is not None
+            and len(terms := _terms(statement.value)) > 1
+            and name in terms
+        ):
+            return True
+        if name in assigned_names(statement):
+            return False
+    return False
 
 
 def _find_mixer(block: nn.Module, calls: list[ForwardCall]) -> int | None:
@@ -249,21 +329,23 @@ def _first(calls: list[ForwardCall], is_wanted: Callable[[str], bool]) -> int | 
 
 
 def is_norm(module: object) -> bool:
-    return isinstance(module, nn.Module) and "Norm" in type(module).__name__
+    """By the name of its class; one with modules of its own is more than a norm (Dbrx)."""
+    is_named = isinstance(module, nn.Module) and "Norm" in type(module).__name__
+    return is_named and next(module.children(), None) is None
 
 
 def _is_norm_of(block: nn.Module, name: str) -> bool:
-    return is_norm(getattr(block, name, None))
+    return is_norm(find_child(block, name))
 
 
 def _is_sublayer(block: nn.Module, name: str) -> bool:
-    child = getattr(block, name, None)
+    child = find_child(block, name)
     return isinstance(child, nn.Module) and not is_norm(child)
 
 
 def _is_attention(block: nn.Module, name: str) -> bool:
     """A child, or a method of the block itself (models/jamba.py, 0.32)."""
-    child = getattr(block, name, None)
+    child = find_child(block, name)
     return callable(child) and not is_norm(child) and "att" in name
 
 
