@@ -472,7 +472,7 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
     "Gemma3nForCausalLM": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2,
-        "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0],
+        "activation_sparsity_pattern": [0.0] * 4,
     },
     "NemotronHForCausalLM": {"layers_block_type": ["mamba", "mlp", "attention", "mlp"]},
     "MistralForCausalLM": {"sliding_window": None},

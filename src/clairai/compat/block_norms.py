@@ -114,7 +114,8 @@ def _find_between(
         between = [calls[mlp]]
     if not between:
         between = _find_in_mixer(block, calls[mixer].name) or _find_summed(block, calls[mixer:mlp])
-    if not between or _is_called_afterwards(block, between[-1].name, calls):
+        return between, "" if between else f"{kind}: {NOTHING_BETWEEN}"
+    if _is_called_afterwards(block, between[-1].name, calls):
         return [], f"{kind}: {NOTHING_BETWEEN}"
     return between, ""
 
