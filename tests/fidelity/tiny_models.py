@@ -107,6 +107,9 @@ def make(architecture: str, folder: Path) -> TinyModel:
     for parameter in model.parameters():
         # Larger than Hugging Face's init: small weights make every layer nearly the identity.
         torch.nn.init.normal_(parameter, std=0.15 if parameter.dim() > 1 else 0.5)
+    for part, parameter in model.named_parameters():
+        if ZEROED.get(architecture, "nowhere") in part:
+            torch.nn.init.zeros_(parameter)
     model.save_pretrained(folder)
     _use_published_names(folder)
     if name != architecture:
@@ -316,6 +319,10 @@ SAME_AS: Final = {
     "Qwen2_5OmniModel": "Qwen2_5OmniForConditionalGeneration",
 }
 
+# Weights that must be zero, by a part of their names: vLLM's class of Gemma 3n for text alone leaves
+# these embeddings out, and what they are added to is normalised.
+ZEROED: Final = {"Gemma3nForCausalLM": "embed_tokens_per_layer"}
+
 # Config classes of Hugging Face where it has no model, or none whose weights vLLM can load.
 CONFIGS: Final = {
     "MistralLarge3ForCausalLM": "DeepseekV3Config",
@@ -358,6 +365,11 @@ _BAILING: Final[Mapping[str, Any]] = {
     "score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
 }
+_GEMMA3N: Final[Mapping[str, Any]] = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0],
+}
 _CHATGLM: Final[Mapping[str, Any]] = {
     "num_layers": 4,
     "add_bias_linear": False,
@@ -379,7 +391,7 @@ _CHATGLM: Final[Mapping[str, Any]] = {
 _LONGCAT: Final[Mapping[str, Any]] = {
     "mla_scale_q_lora": True,
     "mla_scale_kv_lora": True,
-    "zero_expert_num": 2,
+    "zero_expert_num": 0,  # Hugging Face would save weights of theirs, which vLLM does not know
     "zero_expert_type": "identity",
 }
 
@@ -469,10 +481,11 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
     "IQuestLoopCoderForCausalLM": {"max_window_layers": 4},
     "LongcatFlashForCausalLM": _LONGCAT,
     "LongcatFlashNgramForCausalLM": _LONGCAT,
-    "Gemma3nForCausalLM": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "activation_sparsity_pattern": [0.0] * 4,
+    "Gemma3nForCausalLM": _GEMMA3N,
+    "Gemma3nForConditionalGeneration": {
+        "text_config": _GEMMA3N,
+        "vision_config": {"architecture": "resnet10t", "model_args": {}},
+        "audio_config": {"conf_num_attention_heads": 2, "conf_num_hidden_layers": 1},
     },
     "NemotronHForCausalLM": {"layers_block_type": ["mamba", "mlp", "attention", "mlp"]},
     "MistralForCausalLM": {"sliding_window": None},
