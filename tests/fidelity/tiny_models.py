@@ -389,6 +389,7 @@ _CHATGLM: Final[Mapping[str, Any]] = {
 }
 # As published; Hugging Face's own config has them as constants.
 _LONGCAT: Final[Mapping[str, Any]] = {
+    "head_dim": 64,  # of the rotated part
     "mla_scale_q_lora": True,
     "mla_scale_kv_lora": True,
     "zero_expert_num": 0,  # Hugging Face would save weights of theirs, which vLLM does not know

@@ -33,7 +33,7 @@ from tests.engine.process import (
 )
 from tests.engine.process import choose_context as choose_engine_context
 from tests.engine.steering import Answer, Ask
-from tests.fidelity import judge_rows, observe_model, tiny_media, tiny_models, verify_media
+from tests.fidelity import cpu_router, judge_rows, observe_model, tiny_media, tiny_models, verify_media
 from tests.fidelity.judge_rows import BOUND, LOGPROB_BOUND
 from tests.fidelity.observe_model import Observed, Streams
 from tests.fidelity.oracle import Floats, HuggingFace
@@ -403,6 +403,7 @@ def _prepare_engine(plant: Callable[[], None] | None) -> None:
     make_up = dummy_loader.initialize_single_dummy_weight
     # As large as those of other tiny models; vLLM's would make every layer nearly the identity.
     dummy_loader.initialize_single_dummy_weight = partial(make_up, low=-0.25, high=0.25)
+    cpu_router.install()
     if plant is not None:
         plant()
 
