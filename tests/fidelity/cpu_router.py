@@ -1,21 +1,48 @@
-"""LongCat's router in plain PyTorch: vLLM's CPU build has no kernels for it.
+"""Routers of experts in plain PyTorch: vLLM's CPU build has no kernels for some.
 
 Runs in: the engine of `make models`. T = tokens, E = experts, K = experts of a token.
 """
 
 from __future__ import annotations
 
+from functools import partialmethod
 from typing import Any
 
 
 def install() -> None:
-    """Let every router with zero experts of this process choose them without kernels."""
+    """Let LongCat's router, and those that score by sigmoids, run on a CPU in this process."""
+    from vllm.model_executor.layers.fused_moe.router import cpu_router
     from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
 
-    ZeroExpertRouter._compute_routing = _compute_routing
+    ZeroExpertRouter._compute_routing = _route_with_zero_experts
+    cpu_router.CPURouter._compute_routing = partialmethod(
+        _route_by_sigmoids, cpu_router.CPURouter._compute_routing
+    )
 
 
-def _compute_routing(
+def _route_by_sigmoids(
+    self: Any, route: Any, hidden_states: Any, router_logits: Any, indices_type: Any, **given: Any
+) -> tuple[Any, Any]:
+    """Of experts in groups vLLM can (router/cpu_router.py `_grouped_topk`, 0.32): one group."""
+    from vllm.model_executor.layers.fused_moe.router import cpu_router
+
+    if self.scoring_func != "sigmoid" or self.use_grouped_topk or self.custom_routing_function:
+        chosen: tuple[Any, Any] = route(self, hidden_states, router_logits, indices_type, **given)
+        return chosen
+    chosen = cpu_router._grouped_topk(
+        router_logits,
+        self.top_k,
+        self.renormalize,
+        num_expert_group=1,
+        topk_group=1,
+        scoring_func="sigmoid",
+        routed_scaling_factor=self.routed_scaling_factor,
+        e_score_correction_bias=self.e_score_correction_bias,
+    )
+    return chosen
+
+
+def _route_with_zero_experts(
     self: Any, hidden_states: Any, router_logits: Any, indices_type: Any, **_: Any
 ) -> tuple[Any, Any]:
     """What vllm/model_executor/layers/fused_moe/router/zero_expert_router.py does, 0.32:57."""

@@ -320,8 +320,11 @@ SAME_AS: Final = {
 }
 
 # Weights that must be zero, by a part of their names: vLLM's class of Gemma 3n for text alone leaves
-# these embeddings out, and what they are added to is normalised.
-ZEROED: Final = {"Gemma3nForCausalLM": "embed_tokens_per_layer"}
+# these embeddings out, and what they are added to is normalised; that of Phi MoE leaves the bias out.
+ZEROED: Final = {
+    "Gemma3nForCausalLM": "embed_tokens_per_layer",
+    "PhiMoEForCausalLM": "lm_head.bias",
+}
 
 # Config classes of Hugging Face where it has no model, or none whose weights vLLM can load.
 CONFIGS: Final = {
@@ -394,6 +397,7 @@ _LONGCAT: Final[Mapping[str, Any]] = {
     "mla_scale_kv_lora": True,
     "zero_expert_num": 0,  # Hugging Face would save weights of theirs, which vLLM does not know
     "zero_expert_type": "identity",
+    "rms_norm_eps": 1e-6,  # of its inner norms in Hugging Face's source, whatever the config says
 }
 
 
@@ -403,7 +407,8 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
     "BailingMoeV2ForCausalLM": _BAILING,
     "BailingMoeV2_5ForCausalLM": {**_BAILING, "layer_group_size": 1},
     "SarvamMoEForCausalLM": _BAILING,
-    "SarvamMLAForCausalLM": _BAILING | {"num_experts": 4, "num_shared_experts": 1},
+    "SarvamMLAForCausalLM": _BAILING
+    | {"num_experts": 4, "num_shared_experts": 1, "q_lora_rank": None},
     "ChatGLMModel": _CHATGLM,
     "ChatGLMForConditionalGeneration": _CHATGLM,
     "DeepseekForCausalLM": {
@@ -445,6 +450,17 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
         "norm_expert_weight": True,
         "moe_layers_enum": "1,3",
     },
+    "Step3p5ForCausalLM": {
+        "model_type": "step3p5",
+        "att_impl_type": "GQA",
+        "num_attention_groups": 1,
+        "moe_layers_enum": "1,3",
+        "moe_router_activation": "sigmoid",
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "use_head_wise_attn_gate": True,
+        "rope_theta": 10000.0,
+        "yarn_only_types": [],
+    },
     "Plamo3ForCausalLM": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "interleaved_sliding_window": [32, None] * 2,
@@ -469,7 +485,7 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "norm_topk_prob": True,
-        "attention_gate_func": "sigmoid",
+        "attention_gate_func": "softplus",
         "layernorm_num_groups": 1,
         "moe_gate_bias": False,
         "mova_num_experts": 0,
@@ -477,7 +493,7 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
         "query_key_norm": True,
         "rope_head_dim": 32,
         "router_scaling_factor": 1.0,
-        "router_score_func": "softmax",
+        "router_score_func": "sigmoid",
     },
     "IQuestLoopCoderForCausalLM": {"max_window_layers": 4},
     "LongcatFlashForCausalLM": _LONGCAT,
@@ -504,14 +520,25 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
         "first_k_dense_replace": 1,
         "qk_norm": True,
     },
-    "MiniMaxM2ForCausalLM": {"rotary_dim": 32, "scoring_func": "sigmoid"},
+    "MiniMaxM2ForCausalLM": {
+        "rotary_dim": 32,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    },
+    "PhimoeForCausalLM": {"attention_bias": True, "lm_head_bias": True},
     "MiMoV2FlashForCausalLM": {
-        "hybrid_layer_pattern": [1, 1, 1, 0],
+        "hybrid_layer_pattern": [0, 1, 1, 1],
+        "moe_layer_freq": [0, 1, 1, 1],
+        "add_swa_attention_sink_bias": True,
+        "swa_v_head_dim": 32,
+        "rope_theta": 5_000_000.0,
+        "swa_rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.334,
         "layernorm_epsilon": 1e-5,
         "sliding_window_size": 32,
         "swa_head_dim": 32,
         "swa_num_attention_heads": 2,
-        "swa_num_key_value_heads": 1,
+        "swa_num_key_value_heads": 2,
     },
     "AXK1ForCausalLM": {"first_k_dense_replace": 0},
     "DeepseekV2ForCausalLM": {
@@ -566,7 +593,10 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
     "Qwen3VLMoeForConditionalGeneration": {
         "text_config": {"norm_topk_prob": True, "moe_intermediate_size": 128}
     },
-    "Zamba2ForCausalLM": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "Zamba2ForCausalLM": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "num_key_value_heads": 2,
+    },
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "Glm4vForConditionalGeneration": _rope([8, 4, 4]),
     "GlmOcrForConditionalGeneration": _rope([8, 4, 4]),
