@@ -136,10 +136,18 @@ class StreamHooks:
         import torch
 
         def add(point: str, parts: list[Any]) -> None:
-            if point in added and part < len(parts):
-                # in place: the layer keeps this tensor as its residual
-                row_D = torch.from_numpy(added[point]).to(parts[part].dtype)
-                parts[part][..., positions, :].add_(row_D)
+            if point not in added or part >= len(parts):
+                return
+            # in place: the layer keeps this tensor as its residual
+            changed = [held[..., positions, :] for held in parts]
+            row_D = torch.from_numpy(added[point])
+            if parts[0].dtype == torch.bfloat16:  # the sum is rounded, and not each of its parts
+                stream = sum(changed[1:], changed[0]).float() + row_D.float()
+                for held in changed:
+                    held.zero_()
+                changed[part].copy_(stream)
+            else:
+                changed[part].add_(row_D.to(parts[part].dtype))
 
         with _hooked(self._at_points(add)):
             yield

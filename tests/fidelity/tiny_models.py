@@ -256,6 +256,7 @@ _NAMES: Final[Mapping[int, tuple[str, ...]]] = {
     128: (
         *("intermediate_size", "ffn_dim", "ffn_hidden_size", "intermediate_size_mlp"),
         *("dense_intermediate_size", "mamba_d_ssm"),
+        *("linear_key_head_dim", "linear_value_head_dim"),  # the CPU kernels take no smaller heads
     ),
     256: (
         *("max_position_embeddings", "n_positions", "max_seq_len"),
@@ -264,7 +265,7 @@ _NAMES: Final[Mapping[int, tuple[str, ...]]] = {
     32: (
         *("head_dim", "swa_head_dim", "query_pre_attn_scalar", "rotary_dim", "sliding_window"),
         *("sliding_window_size", "qk_nope_head_dim", "v_head_dim"),
-        *("q_lora_rank", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"),
+        *("q_lora_rank", "linear_head_dim"),
         *("mamba_d_head", "mamba_head_dim", "mamba_chunk_size", "chunk_size", "index_head_dim"),
         *("hidden_size_per_layer_input", "attention_chunk_size", "adapter_rank", "index_topk"),
         *("laurel_rank", "o_lora_rank", "indexer_head_dim"),
@@ -325,6 +326,16 @@ ZEROED: Final = {
     "Gemma3nForCausalLM": "embed_tokens_per_layer",
     "PhiMoEForCausalLM": "lm_head.bias",
 }
+
+# Architectures that vLLM's CPU build runs in this type alone.
+DTYPES: Final = dict.fromkeys(
+    (
+        *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+        *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+        *("MiniCPMV4_6ForConditionalGeneration", "MiniCPMV4_7ForConditionalGeneration"),
+    ),
+    "bfloat16",
+)
 
 # Config classes of Hugging Face where it has no model, or none whose weights vLLM can load.
 CONFIGS: Final = {
@@ -461,6 +472,8 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
         "rope_theta": 10000.0,
         "yarn_only_types": [],
     },
+    # Its experts in vLLM's CPU build give other values than in Hugging Face.
+    "LagunaForCausalLM": {"mlp_layer_types": ["dense"] * 4},
     "Plamo3ForCausalLM": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "interleaved_sliding_window": [32, None] * 2,
