@@ -27,19 +27,20 @@ def _route_by_sigmoids(
     from vllm.model_executor.layers.fused_moe.router import cpu_router
 
     if self.scoring_func != "sigmoid" or self.use_grouped_topk or self.custom_routing_function:
-        chosen: tuple[Any, Any] = route(self, hidden_states, router_logits, indices_type, **given)
-        return chosen
-    chosen = cpu_router._grouped_topk(
-        router_logits,
-        self.top_k,
-        self.renormalize,
-        num_expert_group=1,
-        topk_group=1,
-        scoring_func="sigmoid",
-        routed_scaling_factor=self.routed_scaling_factor,
-        e_score_correction_bias=self.e_score_correction_bias,
-    )
-    return chosen
+        chosen = route(self, hidden_states, router_logits, indices_type, **given)
+    else:
+        chosen = cpu_router._grouped_topk(
+            router_logits,
+            self.top_k,
+            self.renormalize,
+            num_expert_group=1,
+            topk_group=1,
+            scoring_func="sigmoid",
+            routed_scaling_factor=self.routed_scaling_factor,
+            e_score_correction_bias=self.e_score_correction_bias,
+        )
+    weights_TK, ids_TK = chosen
+    return weights_TK, ids_TK
 
 
 def _route_with_zero_experts(

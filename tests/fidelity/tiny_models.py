@@ -320,8 +320,8 @@ SAME_AS: Final = {
     "Qwen2_5OmniModel": "Qwen2_5OmniForConditionalGeneration",
 }
 
-# Weights that must be zero, by a part of their names: vLLM's class of Gemma 3n for text alone leaves
-# these embeddings out, and what they are added to is normalised; that of Phi MoE leaves the bias out.
+# Weights that must be zero, by a part of their names, because vLLM leaves them out: the embeddings
+# of each layer of Gemma 3n, in its class for text alone, and the bias of Phi MoE's head.
 ZEROED: Final = {
     "Gemma3nForCausalLM": "embed_tokens_per_layer",
     "PhiMoEForCausalLM": "lm_head.bias",
@@ -371,7 +371,7 @@ _LFM2: Final[Mapping[str, Any]] = {
 }
 
 
-_BAILING: Final[Mapping[str, Any]] = {
+_BAILING: Final[dict[str, Any]] = {
     "embedding_dropout": 0.0,
     "use_bias": False,
     "use_qkv_bias": False,

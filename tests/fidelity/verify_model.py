@@ -33,7 +33,14 @@ from tests.engine.process import (
 )
 from tests.engine.process import choose_context as choose_engine_context
 from tests.engine.steering import Answer, Ask
-from tests.fidelity import cpu_router, judge_rows, observe_model, tiny_media, tiny_models, verify_media
+from tests.fidelity import (
+    cpu_router,
+    judge_rows,
+    observe_model,
+    tiny_media,
+    tiny_models,
+    verify_media,
+)
 from tests.fidelity.judge_rows import BOUND, LOGPROB_BOUND
 from tests.fidelity.observe_model import Observed, Streams
 from tests.fidelity.oracle import Floats, HuggingFace
@@ -299,7 +306,9 @@ def _judge_blocks(
         **judge_rows.errors(tapped, blocks),
         outcome=VERIFIED_BLOCKS,
         steered={p: _answer_error(*pair) for p, pair in zip(steered.vectors, pairs, strict=True)},
-        engine_error=None if truths is None else judge_rows.stream_error(blocks, truths[-len(prompts) :]),
+        engine_error=None
+        if truths is None
+        else judge_rows.stream_error(blocks, truths[-len(prompts) :]),
     )
     if not _faults(against):
         return against

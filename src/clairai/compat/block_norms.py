@@ -103,9 +103,8 @@ def _find_between(
     mlp = _first(calls, lambda name: _is_mlp(block, name))
     if mlp is None or mlp < mixer:
         return [], f"{kind}: {NO_MLP}"
-    if any(
-        call.name != calls[mixer].name for call in calls[mlp:] if _is_attention(block, call.name)
-    ):
+    later = [call.name for call in calls[mlp:] if _is_attention(block, call.name)]
+    if any(name != calls[mixer].name for name in later):
         return [], f"{kind}: {SEVERAL_MIXERS}"
     norms = [call for call in calls[mixer:mlp] if _is_norm_of(block, call.name)]
     # A norm that is given what came into the block is that of a parallel MLP.
@@ -121,22 +120,24 @@ def _find_between(
 
 
 def _find_in_mixer(block: nn.Module, mixer: str) -> list[ForwardCall]:
-    """The norm behind attention, where a child of the block holds both.
+    """The norm behind attention, where a child of the block does both and returns the stream, too.
 
     models/dbrx.py, DbrxFusedNormAttention, 0.32:306.
     """
     child = find_child(block, mixer)
     if not isinstance(child, nn.Module):
         return []
+    _, forward = find_forward(type(child))
+    returns = [node.value for node in ast.walk(parse(forward)) if isinstance(node, ast.Return)]
     calls = list(list_calls(type(child), child))
     attention = _first(calls, lambda name: _is_attention(child, name))
-    if attention is None:
+    if attention is None or not all(isinstance(value, ast.Tuple) for value in returns):
         return []
     norms = [call for call in calls[attention:] if _is_norm_of(child, call.name)]
     return [
         replace(call, name=f"{mixer}.{call.name}")
-        for call in norms
-        if call.sees_stream and norms[-1] is call
+        for call in norms[-1:]
+        if call.num_args == 1 and call.is_saved
     ]
 
 
@@ -147,46 +148,41 @@ def _find_summed(block: nn.Module, calls: list[ForwardCall]) -> list[ForwardCall
     """
     _, forward = find_forward(type(block))
     statements = [*list_statements(parse(forward).body, possible_branches(block))]
-    names = [[called_child(node) for node in calls_in(one)] for one in statements]
-    mixed = next((i for i, held in enumerate(names) if calls[0].name in held), len(statements))
+    at = {
+        called_child(node): (index, node)
+        for index, statement in enumerate(statements)
+        for node in calls_in(statement)
+    }
+    if not {call.name for call in calls} <= at.keys():
+        return []  # some of them are in a forward that this one calls
+    mixed, _ = at[calls[0].name]
     found: list[ForwardCall] = []
     for call in (one for one in calls if _is_norm_of(block, one.name) and one.num_args == 1):
-        at = next((i for i, held in enumerate(names) if call.name in held), 0)
-        given = next(
-            (
-                name_of(given_to(node)[0])
-                for node in calls_in(statements[at])
-                if called_child(node) == call.name
-            ),
-            None,
-        )
-        is_sum = any(_assigns_sum(one, given) for one in statements[mixed + 1 : at])
-        if is_sum and _is_added_later(statements[at + 1 :], given):
+        index, node = at[call.name]
+        given = name_of(given_to(node)[0])
+        is_sum = any(_assigns_sum(one, given) for one in statements[mixed + 1 : index])
+        if is_sum and _is_added_later(statements[index + 1 :], given):
             found.append(call)
     return found
 
 
 def _assigns_sum(statement: ast.stmt, name: str | None) -> bool:
-    is_assigned = isinstance(statement, Assignment) and name in assigned_names(statement)
-    adds = (
-        isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) for node in ast.walk(statement)
-    )
-    return is_assigned and any(adds)
+    """True if `name` is assigned something that an addition is part of."""
+    if not isinstance(statement, Assignment) or name not in assigned_names(statement):
+        return False
+    nodes = [node for node in ast.walk(statement) if isinstance(node, ast.BinOp)]
+    return any(isinstance(node.op, ast.Add) for node in nodes)
 
 
 def _is_added_later(statements: list[ast.stmt], name: str | None) -> bool:
     """True if one of these statements adds to `name` before any assigns it again."""
     for statement in statements:
-        if not isinstance(statement, Assignment):
-            continue
-        if (
-            statement.value is not None
-            and len(terms := _terms(statement.value)) > 1
-            and name in terms
-        ):
-            return True
-        if name in assigned_names(statement):
-            return False
+        if isinstance(statement, Assignment):
+            terms = _terms(statement.value) if statement.value is not None else []
+            if len(terms) > 1 and name in terms:
+                return True
+            if name in assigned_names(statement):
+                return False
     return False
 
 
@@ -331,8 +327,9 @@ def _first(calls: list[ForwardCall], is_wanted: Callable[[str], bool]) -> int | 
 
 def is_norm(module: object) -> bool:
     """By the name of its class; one with modules of its own is more than a norm (Dbrx)."""
-    is_named = isinstance(module, nn.Module) and "Norm" in type(module).__name__
-    return is_named and next(module.children(), None) is None
+    if not isinstance(module, nn.Module) or "Norm" not in type(module).__name__:
+        return False
+    return next(module.children(), None) is None
 
 
 def _is_norm_of(block: nn.Module, name: str) -> bool:

@@ -130,9 +130,11 @@ def is_super_forward(node: ast.Call) -> bool:
 
 def called_child(node: ast.Call) -> str | None:
     """`name` of a call `self.name(...)`, `name.0` of `self.name[0](...)`; None for any other."""
-    function, index = node.func, ""
+    function: ast.expr = node.func
+    index = ""
     if isinstance(function, ast.Subscript) and isinstance(function.slice, ast.Constant):
-        function, index = function.value, f".{function.slice.value}"
+        index = f".{function.slice.value!r}"
+        function = function.value
     if isinstance(function, ast.Attribute) and ast.unparse(function.value) == "self":
         return f"{function.attr}{index}"
     return None
