@@ -126,7 +126,7 @@ def _use_published_names(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     config = json.loads((folder / "config.json").read_text())
-    is_wrapped = config.get("vision_config", {}).get("model_type") in _WRAPPED_TOWERS
+    is_wrapped = (config.get("vision_config") or {}).get("model_type") in _WRAPPED_TOWERS
     for file in folder.glob("*.safetensors"):
         weights = load_file(file)
         renamed = {name.replace(_DOUBLED, _PUBLISHED): one for name, one in weights.items()}
@@ -343,6 +343,7 @@ CONFIGS: Final = {
     "SarvamMLAForCausalLM": "DeepseekV3Config",
     "PanguUltraMoEForCausalLM": "DeepseekV3Config",
     "DbrxForCausalLM": "DbrxConfig",
+    "Qwen3VLMoeForConditionalGeneration": "Qwen3VLMoeConfig",
     "LongcatFlashNgramForCausalLM": "LongcatFlashConfig",
     "Rnj1ForCausalLM": "Gemma3TextConfig",
     "MuseGlimmerForCausalLM": "MuseGlimmerTextConfig",
@@ -383,6 +384,14 @@ _GEMMA3N: Final[Mapping[str, Any]] = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "num_kv_shared_layers": 2,
     "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0],
+}
+_GEMMA4_VISION: Final[Mapping[str, Any]] = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
 }
 _CHATGLM: Final[Mapping[str, Any]] = {
     "num_layers": 4,
@@ -611,8 +620,16 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
         "num_key_value_heads": 2,
     },
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "Glm4vForConditionalGeneration": _rope([8, 4, 4]),
-    "GlmOcrForConditionalGeneration": _rope([8, 4, 4]),
+    "Glm4vForConditionalGeneration": _rope([4, 2, 2], partial_rotary_factor=0.5),
+    "GlmOcrForConditionalGeneration": _rope([4, 2, 2], partial_rotary_factor=0.5),
+    "LightOnOcrForConditionalGeneration": {
+        "vision_feature_layer": -1,
+        "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": False,
+    },
+    "Gemma4ForConditionalGeneration": {"vision_config": _GEMMA4_VISION},
+    "MuseGlimmerForConditionalGeneration": {"vision_config": {"output_dim": 256}},
+    "Emu3ForConditionalGeneration": {"vocabulary_map": {"<image>": 480}},
     "Glm4vMoeForConditionalGeneration": {
         "vision_config": {"image_size": 56},
         "text_config": {
@@ -630,6 +647,7 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
     "PaddleOCRVLForConditionalGeneration": _rope([8, 4, 4]),
     "Qwen2_5OmniForConditionalGeneration": {"enable_audio_output": False},
     "Step3p7ForConditionalGeneration": {"text_config": {"sliding_window": 32}},
+    "HrmTextForCausalLM": {"H_cycles": 1, "L_cycles": 1, "head_dim": 32},
     "WhisperForConditionalGeneration": {
         "encoder_attention_heads": 2,
         "decoder_attention_heads": 2,

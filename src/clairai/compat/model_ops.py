@@ -42,7 +42,7 @@ STEER_ALONE_OP: Final = "steer_alone"
 JOIN_OP: Final = "join"
 NORM_OP: Final = "norm"
 # Part of the compile-cache key. Raise it when an op's schema changes, or the code around it.
-ABI: Final = 6
+ABI: Final = 7
 SIDE_STREAM_NAME: Final = "clairai.branch"
 INVARIANT_VARIABLE: Final = "VLLM_BATCH_INVARIANT"
 PLAIN_NORM: Final = ("vllm.model_executor.layers.layernorm", "RMSNorm")
