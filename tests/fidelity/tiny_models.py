@@ -153,8 +153,7 @@ def _make_config(architecture: str, folder: Path) -> TinyModel:
     config = shrink(kind, wanted)
     config.architectures = [architecture]
     config.save_pretrained(folder)
-    if "model_type" in extras:  # of a config class of vLLM's own
-        _change_config(folder, model_type=extras["model_type"])
+    _change_config(folder, **extras)
     return TinyModel("", "")
 
 
@@ -171,8 +170,10 @@ def _sizes_asked(architecture: str) -> dict[str, int]:
 
 
 def _change_config(folder: Path, **changes: Any) -> None:
+    """In the file: Hugging Face's class may drop what one of vLLM's own reads."""
     file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    held = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: held[name] for name in held if held[name] is not ...}))
 
 
 def shrink(kind: type[Any], extras: Mapping[str, Any], *, is_text: bool = True) -> Any:
@@ -343,6 +344,7 @@ CONFIGS: Final = {
     "SarvamMLAForCausalLM": "DeepseekV3Config",
     "PanguUltraMoEForCausalLM": "DeepseekV3Config",
     "DbrxForCausalLM": "DbrxConfig",
+    "DeepseekV4ForCausalLM": "DeepseekV4Config",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3VLMoeConfig",
     "LongcatFlashNgramForCausalLM": "LongcatFlashConfig",
     "Rnj1ForCausalLM": "Gemma3TextConfig",
@@ -421,7 +423,7 @@ _LONGCAT: Final[Mapping[str, Any]] = {
 }
 
 
-# An Ellipsis leaves out a size of which the name is in the source.
+# An Ellipsis leaves out what would be there: a size whose name is in the source, a default.
 EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
     "BailingMoeForCausalLM": _BAILING,
     "BailingMoeV2ForCausalLM": _BAILING,
@@ -574,6 +576,18 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
         "scoring_func": "sigmoid",  # of published configs; Hugging Face has no other
         "n_group": 2,
         "topk_group": 1,
+    },
+    # As published; Hugging Face's class adds lists that vLLM's refuses.
+    "DeepseekV4ForCausalLM": {
+        "mlp_layer_types": ...,
+        "layer_types": ...,
+        "rope_parameters": ...,
+        "compress_ratios": [0, 0, 4, 128],
+        "num_hash_layers": 1,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "expert_dtype": "bf16",
     },
     "DbrxForCausalLM": {
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 1, "clip_qkv": 8.0},
