@@ -552,11 +552,13 @@ def doors_of(model: StreamsDecoder) -> dict[Point, torch.Tensor]:
     """The active stream that each block is given and gives, and the middle, by hooks."""
     found: dict[Point, torch.Tensor] = {}
 
-    def note(kind: str, layer: int, rows: torch.Tensor) -> None:
-        found[Point(kind, layer)] = rows.clone()
+    def note(point: Point, rows: torch.Tensor) -> None:
+        found[point] = rows.clone()
 
     for layer, block in enumerate(model.layers):
-        enter, between, leave = (functools.partial(note, kind, layer) for kind in POINT_KINDS)
+        enter, between, leave = (
+            functools.partial(note, Point(kind, layer)) for kind in POINT_KINDS
+        )
         block.register_forward_pre_hook(lambda _, given, enter=enter: enter(given[0][1]))
         block.pre_feedforward_layernorm.register_forward_pre_hook(
             lambda _, given, between=between: between(given[0])
