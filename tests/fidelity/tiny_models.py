@@ -342,6 +342,7 @@ DTYPES: Final = dict.fromkeys(
 CONFIGS: Final = {
     "MistralLarge3ForCausalLM": "DeepseekV3Config",
     "SarvamMLAForCausalLM": "DeepseekV3Config",
+    "BailingMoeV2_5ForCausalLM": "DeepseekV3Config",
     "PanguUltraMoEForCausalLM": "DeepseekV3Config",
     "DbrxForCausalLM": "DbrxConfig",
     "DeepseekV4ForCausalLM": "DeepseekV4Config",
@@ -352,9 +353,12 @@ CONFIGS: Final = {
 }
 
 
+def _mrope(sections: list[int]) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+
+
 def _rope(sections: list[int], **more: float) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
-    return {"text_config": {"rope_parameters": rope | more}}
+    return {"text_config": {"rope_parameters": _mrope(sections) | more}}
 
 
 def _vision(**sizes: Any) -> dict[str, Any]:
@@ -427,7 +431,18 @@ _LONGCAT: Final[Mapping[str, Any]] = {
 EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
     "BailingMoeForCausalLM": _BAILING,
     "BailingMoeV2ForCausalLM": _BAILING,
-    "BailingMoeV2_5ForCausalLM": {**_BAILING, "layer_group_size": 1},
+    "BailingMoeV2_5ForCausalLM": {
+        **_BAILING,
+        "layer_group_size": 2,
+        "num_experts": 4,
+        "num_shared_experts": 1,
+    },
+    "BailingMoeV3ForCausalLM": {
+        **_BAILING,
+        "layer_group_size": 2,
+        "short_conv_kernel_size": 4,
+        "no_kda_lora": True,
+    },
     "SarvamMoEForCausalLM": _BAILING,
     "SarvamMLAForCausalLM": _BAILING
     | {"num_experts": 4, "num_shared_experts": 1, "q_lora_rank": None},
@@ -588,6 +603,8 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
         "topk_method": "noaux_tc",
         "norm_topk_prob": True,
         "expert_dtype": "bf16",
+        "head_dim": 512,
+        "index_head_dim": 128,
     },
     "DbrxForCausalLM": {
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 1, "clip_qkv": 8.0},
@@ -643,6 +660,16 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "Gemma4ForConditionalGeneration": {"vision_config": _GEMMA4_VISION},
     "MuseGlimmerForConditionalGeneration": {"vision_config": {"output_dim": 256}},
+    "CohereCompassForConditionalGeneration": {
+        "text_config": {
+            "rope_parameters": {"full_attention": _mrope([8, 4, 4])},
+            "tie_word_embeddings": True,
+        },
+        "tie_word_embeddings": True,
+    },
+    "Ernie4_5_VLMoeForConditionalGeneration": {
+        "text_config": {"rope_parameters": _mrope([6, 6, 4]), "moe_intermediate_size": [64, 64]}
+    },
     "Emu3ForConditionalGeneration": {"vocabulary_map": {"<image>": 480}},
     "Glm4vMoeForConditionalGeneration": {
         "vision_config": {"image_size": 56},
