@@ -73,6 +73,8 @@ def tiny(architecture: str, target: Path, **changes: int) -> Path:
     for parameter in model.parameters():
         # Larger than Hugging Face's init: small weights make every layer nearly the identity.
         torch.nn.init.normal_(parameter, std=0.15 if parameter.dim() > 1 else 0.5)
+    if architecture == "gemma3n":  # vLLM's class for text alone leaves these embeddings out
+        torch.nn.init.zeros_(model.model.embed_tokens_per_layer.weight)
     model.save_pretrained(target)
     return target
 
@@ -133,6 +135,14 @@ ARCHITECTURES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         TIED
         | {"head_dim": 32, "global_head_dim": 32, "sliding_window": 32, "num_kv_shared_layers": 0}
         | {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 512},
+    ),
+    "gemma3n": (  # several streams, one of them active; others run parts of its blocks
+        "Gemma3nTextConfig",
+        TIED
+        | {"head_dim": 32, "sliding_window": 32, "num_kv_shared_layers": 2, "laurel_rank": 16}
+        | {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 512}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0]},
     ),
     "starcoder2": ("Starcoder2Config", TIED | {"sliding_window": None}),
     "opt": ("OPTConfig", OPT),

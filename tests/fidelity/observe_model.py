@@ -19,7 +19,7 @@ import clairai
 from clairai.probe.bank import MAX_PROBES
 from tests.engine import steering
 from tests.engine.steering import Answer, Ask
-from tests.fidelity.oracle import Floats, StreamHooks, find_layers
+from tests.fidelity.oracle import Floats, StreamHooks, count_layers, find_layers
 from tests.fidelity.scenarios import Tapped, keep_point, unit_probes
 
 NUM_NEW: Final = 6
@@ -215,14 +215,15 @@ def _block_hooks(llm: Any, width: int) -> StreamHooks:
     """
     (model,) = llm.apply_model(lambda model: model)
     config = llm.llm_engine.vllm_config.model_config.hf_text_config
-    layers = find_layers(model, config.num_hidden_layers)
-    hooks = StreamHooks(layers, width, num_parts=2)
+    layers = find_layers(model, count_layers(config))
+    active = getattr(config, "altup_active_idx", None)
+    hooks = StreamHooks(layers, width, num_parts=2, active=active)
     ask = Ask(tuple(range(3, 14)), num_new=1)
     plain = steering.answer(llm, [replace(ask, salt="plain")])
     with hooks.adding({"pre_attn.1": np.ones(width, np.float64)}, part=1):
         changed = steering.answer(llm, [replace(ask, salt="changed")])
     if changed[0].logprobs == plain[0].logprobs:
-        hooks = StreamHooks(layers, width, num_parts=1)
+        hooks = StreamHooks(layers, width, num_parts=1, active=active)
     with hooks.learning():
         steering.answer(llm, [replace(ask, salt="learning")])
     return hooks

@@ -2,7 +2,9 @@
 
 Which modules is learnt from what they are given and give, and not from their names: a decoder layer
 is given the stream and gives it back, and between its halves the stream is the first tensor that no
-module has made, because it is a sum. Nothing here knows how clairai finds its points.
+module has made, because it is a sum; where that cannot be learnt, MIDDLES names the module. Of the
+streams that travel side by side in Gemma 3n the active one counts. Nothing here knows how clairai
+finds its points.
 
 T = tokens, D = model width, V = vocabulary.
 """
@@ -19,6 +21,12 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 EVERYWHERE: Final = slice(None)
+# By the class of a layer, in Hugging Face or in vLLM: the module that is given its middle.
+MIDDLES: Final = {
+    "DbrxBlock": "norm_attn_norm.norm_2",
+    "Gemma3nTextDecoderLayer": "pre_feedforward_layernorm",
+    "Gemma3nDecoderLayer": "pre_feedforward_layernorm",
+}
 
 
 def hidden_states(
@@ -53,9 +61,9 @@ class HuggingFace:
         if change is not None:
             change(self._model)
         config = self._model.config.get_text_config(decoder=True)
-        self._hooks = StreamHooks(
-            find_layers(self._model, config.num_hidden_layers), config.hidden_size, num_parts=1
-        )
+        layers = find_layers(self._model, count_layers(config))
+        active = getattr(config, "altup_active_idx", None)
+        self._hooks = StreamHooks(layers, config.hidden_size, num_parts=1, active=active)
         with self._hooks.learning():
             self._forward(list(range(3, 14)), {})
 
@@ -99,11 +107,15 @@ class HuggingFace:
 class StreamHooks:
     """Reads, or adds to, the residual stream that passes the layers of a running model.
 
-    The stream is one tensor, or the sum of up to `num_parts` that travel together.
+    The stream is one tensor, or the sum of up to `num_parts` that travel together, or the `active`
+    one of several that one tensor holds.
     """
 
-    def __init__(self, layers: list[Any], width: int, *, num_parts: int) -> None:
+    def __init__(
+        self, layers: list[Any], width: int, *, num_parts: int, active: int | None = None
+    ) -> None:
         self._layers, self._width, self._num_parts = layers, width, num_parts
+        self._active = active
         self._middles: list[Any] = [None] * len(layers)  # of each, the child given its middle
 
     @contextmanager
@@ -124,10 +136,18 @@ class StreamHooks:
         import torch
 
         def add(point: str, parts: list[Any]) -> None:
-            if point in added and part < len(parts):
-                # in place: the layer keeps this tensor as its residual
-                row_D = torch.from_numpy(added[point]).to(parts[part].dtype)
-                parts[part][..., positions, :].add_(row_D)
+            if point not in added or part >= len(parts):
+                return
+            # in place: the layer keeps this tensor as its residual
+            changed = [held[..., positions, :] for held in parts]
+            row_D = torch.from_numpy(added[point])
+            if parts[0].dtype == torch.bfloat16:  # the sum is rounded, and not each of its parts
+                stream = sum(changed[1:], changed[0]).float() + row_D.float()
+                for held in changed:
+                    held.zero_()
+                changed[part].copy_(stream)
+            else:
+                changed[part].add_(row_D.to(parts[part].dtype))
 
         with _hooked(self._at_points(add)):
             yield
@@ -138,14 +158,18 @@ class StreamHooks:
         middles = [_Middle(layer) for layer in self._layers]
         with _hooked(hook for middle in middles for hook in self._at_modules(middle)):
             yield
-        self._middles = [middle.child for middle in middles]
+        self._middles = [_named_middle(middle.layer) or middle.child for middle in middles]
 
     def _at_points(self, visit: Callable[[str, list[Any]], None]) -> Iterator[Any]:
         for index, (layer, middle) in enumerate(zip(self._layers, self._middles, strict=True)):
-            yield self._on_input(layer, partial(visit, f"pre_attn.{index}"))
-            yield self._on_output(layer, partial(visit, f"post_block.{index}"))
+            at_door = partial(self._pick, visit)
+            yield self._on_input(layer, partial(at_door, f"pre_attn.{index}"))
+            yield self._on_output(layer, partial(at_door, f"post_block.{index}"))
             if middle is not None:
                 yield self._on_input(middle, partial(visit, f"post_attn.{index}"))
+
+    def _pick(self, visit: Callable[[str, list[Any]], None], point: str, parts: list[Any]) -> None:
+        visit(point, parts if self._active is None else [parts[0][self._active]])
 
     def _at_modules(self, middle: _Middle) -> Iterator[Any]:
         yield self._on_input(middle.layer, middle.note)
@@ -181,6 +205,13 @@ class StreamHooks:
             visit(parts[: self._num_parts])
 
 
+def _named_middle(layer: Any) -> Any:
+    """Of a class that may be one of clairai's, mixed into the model's own."""
+    kinds = (kind.__name__ for kind in type(layer).__mro__)
+    name = next((MIDDLES[kind] for kind in kinds if kind in MIDDLES), None)
+    return None if name is None else layer.get_submodule(name)
+
+
 class _Middle:
     """Watches one layer for the first tensor given to a child of it that no module has made."""
 
@@ -194,6 +225,8 @@ class _Middle:
         self._made += [_sum(held).clone() for held in (parts, *([part] for part in parts))]
 
     def judge(self, child: Any, parts: list[Any]) -> None:
+        if next(child.children(), None) is not None:
+            parts = parts[:1]  # only a norm adds up what it is given: Plamo 3's attention does not
         if self.child is None and not self._is_made(_sum(parts)):
             self.child = child
             unmade = [part for part in parts if not self._is_made(_sum([part]))]
@@ -225,6 +258,12 @@ def _sum(parts: list[Any]) -> Any:
     """As rows."""
     rows = [part.detach().reshape(-1, part.shape[-1]) for part in parts]
     return rows[0] if len(rows) == 1 else rows[0] + rows[1]
+
+
+def count_layers(config: Any) -> int:
+    """LongCat's num_hidden_layers counts attentions, of which each of its layers has two."""
+    is_double = config.model_type == "longcat_flash"
+    return int(config.num_layers if is_double else config.num_hidden_layers)
 
 
 def find_layers(model: Any, num_layers: int) -> list[Any]:

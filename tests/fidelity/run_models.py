@@ -177,7 +177,10 @@ served point of every layer is compared, for prompts of 1, 7, 50 and 40 tokens i
   with another image in the same place: nothing that was cached of one serves the other. A vector at
   the positions of the image acts as a hook in Hugging Face's model does. *blocks*: with an image
   vLLM itself gives other values than Hugging Face, by the error in brackets; the taps equal its
-  blocks, and steering was not tried."""
+  blocks, and steering was not tried.
+
+The check gives vLLM's CPU build what it lacks to route tokens to experts: by sigmoids, and for
+LongCat. {in_bfloat16} run in bfloat16, since they have no other CPU kernels."""
 
 TEXT_ALONE: Final = """\
 These take images or sounds too, and were tried with text alone."""
@@ -220,7 +223,7 @@ def write_page(verdicts: list[Verdict]) -> str:
     held = tiny_models.registry().items()
     multimodal = {name for name, entry in held if entry.kind == "multimodal"}
     parts = [
-        OPENING.format(version=version),
+        OPENING.format(version=version, in_bfloat16=_list_names(tiny_models.DTYPES)),
         numbers.stamp("make models", took=took),
         _summary(verdicts),
         "## Verified",
@@ -242,6 +245,11 @@ def write_page(verdicts: list[Verdict]) -> str:
         ),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _list_names(names: Iterable[str]) -> str:
+    *first, last = (f"`{name}`" for name in names)
+    return f"{', '.join(first)} and {last}"
 
 
 def _summary(verdicts: list[Verdict]) -> str:

@@ -95,7 +95,7 @@ def make(architecture: str, folder: Path) -> TinyModel:
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))  # one is not small yet
     name = SAME_AS.get(architecture, architecture)
     kind = getattr(transformers, name, None)
-    if kind is None:
+    if kind is None or architecture in CONFIGS:
         return _make_config(architecture, folder)
     extras = EXTRAS.get(name, {})
     torch.manual_seed(11)
@@ -107,12 +107,13 @@ def make(architecture: str, folder: Path) -> TinyModel:
     for parameter in model.parameters():
         # Larger than Hugging Face's init: small weights make every layer nearly the identity.
         torch.nn.init.normal_(parameter, std=0.15 if parameter.dim() > 1 else 0.5)
+    for part, parameter in model.named_parameters():
+        if ZEROED.get(architecture, "nowhere") in part:
+            torch.nn.init.zeros_(parameter)
     model.save_pretrained(folder)
     _use_published_names(folder)
     if name != architecture:
-        file = folder / "config.json"
-        held = json.loads(file.read_text()) | {"architectures": [architecture]}
-        file.write_text(json.dumps(held))
+        _change_config(folder, architectures=[architecture])
     return TinyModel(name, _find_checkpoint(kind.config_class))
 
 
@@ -125,7 +126,7 @@ def _use_published_names(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     config = json.loads((folder / "config.json").read_text())
-    is_wrapped = config.get("vision_config", {}).get("model_type") in _WRAPPED_TOWERS
+    is_wrapped = (config.get("vision_config") or {}).get("model_type") in _WRAPPED_TOWERS
     for file in folder.glob("*.safetensors"):
         weights = load_file(file)
         renamed = {name.replace(_DOUBLED, _PUBLISHED): one for name, one in weights.items()}
@@ -142,7 +143,22 @@ def _find_checkpoint(config: type[Any]) -> str:
 
 
 def _make_config(architecture: str, folder: Path) -> TinyModel:
-    """A config for vLLM alone: Llama's, with every size that vLLM's own source asks for."""
+    """A config for vLLM alone: Llama's or that of CONFIGS, with every size that vLLM asks for."""
+    import transformers
+
+    extras = EXTRAS.get(architecture, {})
+    kind = getattr(transformers, CONFIGS.get(architecture, "LlamaConfig"))
+    sizes = {} if architecture in CONFIGS else _sizes_asked(architecture)
+    wanted = {name: value for name, value in {**sizes, **extras}.items() if value is not ...}
+    config = shrink(kind, wanted)
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    _change_config(folder, **extras)
+    return TinyModel("", "")
+
+
+def _sizes_asked(architecture: str) -> dict[str, int]:
+    """Sizes of a config whose names are in the source of vLLM's model."""
     import transformers
 
     entry = registry()[architecture]
@@ -150,12 +166,14 @@ def _make_config(architecture: str, folder: Path) -> TinyModel:
         raise NoTinyModel(f"transformers {transformers.__version__} has no {architecture}")
     source = (_vllm_models() / f"{entry.module}.py").read_text()
     asked = {*re.findall(r"config\.(\w+)", source), *re.findall(r'config, "(\w+)"', source)}
-    sizes = {name: size for name, size in TEXT.items() if name in asked}
-    extras = {**sizes, **EXTRAS.get(architecture, {})}
-    config = shrink(transformers.LlamaConfig, extras)
-    config.architectures = [architecture]
-    config.save_pretrained(folder)
-    return TinyModel("", "")
+    return {name: size for name, size in TEXT.items() if name in asked}
+
+
+def _change_config(folder: Path, **changes: Any) -> None:
+    """In the file: Hugging Face's class may drop what one of vLLM's own reads."""
+    file = folder / "config.json"
+    held = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: held[name] for name in held if held[name] is not ...}))
 
 
 def shrink(kind: type[Any], extras: Mapping[str, Any], *, is_text: bool = True) -> Any:
@@ -239,6 +257,7 @@ _NAMES: Final[Mapping[int, tuple[str, ...]]] = {
     128: (
         *("intermediate_size", "ffn_dim", "ffn_hidden_size", "intermediate_size_mlp"),
         *("dense_intermediate_size", "mamba_d_ssm"),
+        *("linear_key_head_dim", "linear_value_head_dim"),  # the CPU kernels take no smaller heads
     ),
     256: (
         *("max_position_embeddings", "n_positions", "max_seq_len"),
@@ -247,7 +266,7 @@ _NAMES: Final[Mapping[int, tuple[str, ...]]] = {
     32: (
         *("head_dim", "swa_head_dim", "query_pre_attn_scalar", "rotary_dim", "sliding_window"),
         *("sliding_window_size", "qk_nope_head_dim", "v_head_dim"),
-        *("q_lora_rank", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"),
+        *("q_lora_rank", "linear_head_dim"),
         *("mamba_d_head", "mamba_head_dim", "mamba_chunk_size", "chunk_size", "index_head_dim"),
         *("hidden_size_per_layer_input", "attention_chunk_size", "adapter_rank", "index_topk"),
         *("laurel_rank", "o_lora_rank", "indexer_head_dim"),
@@ -302,10 +321,44 @@ SAME_AS: Final = {
     "Qwen2_5OmniModel": "Qwen2_5OmniForConditionalGeneration",
 }
 
+# Weights that must be zero, by a part of their names, because vLLM leaves them out: the embeddings
+# of each layer of Gemma 3n, in its class for text alone, and the bias of Phi MoE's head.
+ZEROED: Final = {
+    "Gemma3nForCausalLM": "embed_tokens_per_layer",
+    "PhiMoEForCausalLM": "lm_head.bias",
+}
+
+# Architectures that vLLM's CPU build runs in this type alone.
+DTYPES: Final = dict.fromkeys(
+    (
+        *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+        *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+        *("MiniCPMV4_6ForConditionalGeneration", "MiniCPMV4_7ForConditionalGeneration"),
+    ),
+    "bfloat16",
+)
+
+# Config classes of Hugging Face where it has no model, or none whose weights vLLM can load.
+CONFIGS: Final = {
+    "MistralLarge3ForCausalLM": "DeepseekV3Config",
+    "SarvamMLAForCausalLM": "DeepseekV3Config",
+    "BailingMoeV2_5ForCausalLM": "DeepseekV3Config",
+    "PanguUltraMoEForCausalLM": "DeepseekV3Config",
+    "DbrxForCausalLM": "DbrxConfig",
+    "DeepseekV4ForCausalLM": "DeepseekV4Config",
+    "Qwen3VLMoeForConditionalGeneration": "Qwen3VLMoeConfig",
+    "LongcatFlashNgramForCausalLM": "LongcatFlashConfig",
+    "Rnj1ForCausalLM": "Gemma3TextConfig",
+    "MuseGlimmerForCausalLM": "MuseGlimmerTextConfig",
+}
+
+
+def _mrope(sections: list[int]) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+
 
 def _rope(sections: list[int], **more: float) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
-    return {"text_config": {"rope_parameters": rope | more}}
+    return {"text_config": {"rope_parameters": _mrope(sections) | more}}
 
 
 def _vision(**sizes: Any) -> dict[str, Any]:
@@ -325,7 +378,172 @@ _LFM2: Final[Mapping[str, Any]] = {
 }
 
 
+_BAILING: Final[dict[str, Any]] = {
+    "embedding_dropout": 0.0,
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "norm_topk_prob": True,
+    "score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+_GEMMA3N: Final[Mapping[str, Any]] = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0],
+}
+_GEMMA4_VISION: Final[Mapping[str, Any]] = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+_CHATGLM: Final[Mapping[str, Any]] = {
+    "num_layers": 4,
+    "add_bias_linear": False,
+    "add_qkv_bias": True,
+    "apply_residual_connection_post_layernorm": False,
+    "fp32_residual_connection": False,
+    "hidden_dropout": 0.0,
+    "kv_channels": 32,
+    "layernorm_epsilon": 1e-5,
+    "multi_query_attention": True,
+    "multi_query_group_num": 1,
+    "original_rope": True,
+    "padded_vocab_size": VOCABULARY,
+    "post_layer_norm": True,
+    "rmsnorm": True,
+    "seq_length": 256,
+}
+# As published; Hugging Face's own config has them as constants.
+_LONGCAT: Final[Mapping[str, Any]] = {
+    "head_dim": 64,  # of the rotated part
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+    "zero_expert_num": 0,  # Hugging Face would save weights of theirs, which vLLM does not know
+    "zero_expert_type": "identity",
+    "rms_norm_eps": 1e-6,  # of its inner norms in Hugging Face's source, whatever the config says
+}
+
+
+# An Ellipsis leaves out what would be there: a size whose name is in the source, a default.
 EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "BailingMoeForCausalLM": _BAILING,
+    "BailingMoeV2ForCausalLM": _BAILING,
+    "BailingMoeV2_5ForCausalLM": {
+        **_BAILING,
+        "layer_group_size": 2,
+        "num_experts": 4,
+        "num_shared_experts": 1,
+    },
+    "BailingMoeV3ForCausalLM": {
+        **_BAILING,
+        "layer_group_size": 2,
+        "short_conv_kernel_size": 4,
+        "no_kda_lora": True,
+    },
+    "SarvamMoEForCausalLM": _BAILING,
+    "SarvamMLAForCausalLM": _BAILING
+    | {"num_experts": 4, "num_shared_experts": 1, "q_lora_rank": None},
+    "ChatGLMModel": _CHATGLM,
+    "ChatGLMForConditionalGeneration": _CHATGLM,
+    "DeepseekForCausalLM": {
+        "index_topk": ...,
+        "kv_lora_rank": ...,
+        "q_lora_rank": ...,
+        "qk_nope_head_dim": ...,
+        "qk_rope_head_dim": ...,
+        "v_head_dim": ...,
+        "norm_topk_prob": True,
+        "n_group": ...,
+        "topk_group": ...,
+        "routed_scaling_factor": 1.0,
+    },
+    "ExaoneForCausalLM": {"activation_function": "silu", "layer_norm_epsilon": 1e-5},
+    "MiniCPMForCausalLM": {
+        "num_experts": 0,
+        "dim_model_base": 32,
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+    },
+    "SolarForCausalLM": {
+        "bskcn_tv": [0.9, 0.8],
+        "bskcn_1": [1],
+        "bskcn_2": [2],
+        "bskcn_3": [2],
+        "bskcn_4": [3],
+    },
+    "TeleChat2ForCausalLM": {
+        "n_layer": 4,
+        "n_head": 2,
+        "ffn_hidden_size": 128,
+        "layer_norm_epsilon": 1e-5,
+    },
+    "TeleFLMForCausalLM": {"use_mup": True, "mup_scale_factor": 1.0, "output_mult": 2.0},
+    "Step3TextForCausalLM": {
+        "max_position_embedding": 256,
+        "share_q_dim": 64,
+        "norm_expert_weight": True,
+        "moe_layers_enum": "1,3",
+    },
+    "Step3p5ForCausalLM": {
+        "model_type": "step3p5",
+        "att_impl_type": "GQA",
+        "num_attention_groups": 1,
+        "moe_layers_enum": "1,3",
+        "moe_router_activation": "sigmoid",
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "use_head_wise_attn_gate": True,
+        "rope_theta": 10000.0,
+        "yarn_only_types": [],
+    },
+    # Its experts in vLLM's CPU build give other values than in Hugging Face.
+    "LagunaForCausalLM": {"mlp_layer_types": ["dense"] * 4},
+    "Plamo3ForCausalLM": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "interleaved_sliding_window": [32, None] * 2,
+        "rope_local_theta": 10000,
+    },
+    "Param2MoEForCausalLM": _BAILING | {"rope_theta": 10000.0, "rope_scaling": None},
+    "PanguEmbeddedForCausalLM": {
+        "n_routed_experts": ...,
+        "kv_lora_rank": ...,
+        "q_lora_rank": ...,
+        "routed_scaling_factor": 1.0,
+    },
+    "PanguProMoEV2ForCausalLM": {
+        "kv_lora_rank": ...,
+        "q_lora_rank": ...,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": True,
+        "router_enable_expert_bias": False,
+    },
+    "PanguUltraMoEForCausalLM": {"sandwich_norm": True},
+    "K2HorizonForCausalLM": {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "attention_gate_func": "softplus",
+        "layernorm_num_groups": 1,
+        "moe_gate_bias": False,
+        "mova_num_experts": 0,
+        "mova_num_experts_per_tok": 0,
+        "query_key_norm": True,
+        "rope_head_dim": 32,
+        "router_scaling_factor": 1.0,
+        "router_score_func": "sigmoid",
+    },
+    "IQuestLoopCoderForCausalLM": {"max_window_layers": 4},
+    "LongcatFlashForCausalLM": _LONGCAT,
+    "LongcatFlashNgramForCausalLM": _LONGCAT,
+    "Gemma3nForCausalLM": _GEMMA3N,
+    "Gemma3nForConditionalGeneration": {
+        "text_config": _GEMMA3N,
+        "vision_config": {"architecture": "resnet10t", "model_args": {}},
+        "audio_config": {"conf_num_attention_heads": 2, "conf_num_hidden_layers": 1},
+    },
+    "NemotronHForCausalLM": {"layers_block_type": ["mamba", "mlp", "attention", "mlp"]},
     "MistralForCausalLM": {"sliding_window": None},
     "AfmoeForCausalLM": {
         "score_func": "sigmoid",
@@ -341,14 +559,25 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
         "first_k_dense_replace": 1,
         "qk_norm": True,
     },
-    "MiniMaxM2ForCausalLM": {"rotary_dim": 32, "scoring_func": "sigmoid"},
+    "MiniMaxM2ForCausalLM": {
+        "rotary_dim": 32,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    },
+    "PhimoeForCausalLM": {"attention_bias": True, "lm_head_bias": True},
     "MiMoV2FlashForCausalLM": {
-        "hybrid_layer_pattern": [1, 1, 1, 0],
+        "hybrid_layer_pattern": [0, 1, 1, 1],
+        "moe_layer_freq": [0, 1, 1, 1],
+        "add_swa_attention_sink_bias": True,
+        "swa_v_head_dim": 32,
+        "rope_theta": 5_000_000.0,
+        "swa_rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.334,
         "layernorm_epsilon": 1e-5,
         "sliding_window_size": 32,
         "swa_head_dim": 32,
         "swa_num_attention_heads": 2,
-        "swa_num_key_value_heads": 1,
+        "swa_num_key_value_heads": 2,
     },
     "AXK1ForCausalLM": {"first_k_dense_replace": 0},
     "DeepseekV2ForCausalLM": {
@@ -362,6 +591,20 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
         "scoring_func": "sigmoid",  # of published configs; Hugging Face has no other
         "n_group": 2,
         "topk_group": 1,
+    },
+    # As published; Hugging Face's class adds lists that vLLM's refuses.
+    "DeepseekV4ForCausalLM": {
+        "mlp_layer_types": ...,
+        "layer_types": ...,
+        "rope_parameters": ...,
+        "compress_ratios": [0, 0, 4, 128],
+        "num_hash_layers": 1,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "expert_dtype": "bf16",
+        "head_dim": 512,
+        "index_head_dim": 128,
     },
     "DbrxForCausalLM": {
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 1, "clip_qkv": 8.0},
@@ -403,10 +646,31 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
     "Qwen3VLMoeForConditionalGeneration": {
         "text_config": {"norm_topk_prob": True, "moe_intermediate_size": 128}
     },
-    "Zamba2ForCausalLM": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "Zamba2ForCausalLM": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "num_key_value_heads": 2,
+    },
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "Glm4vForConditionalGeneration": _rope([8, 4, 4]),
-    "GlmOcrForConditionalGeneration": _rope([8, 4, 4]),
+    "Glm4vForConditionalGeneration": _rope([4, 2, 2], partial_rotary_factor=0.5),
+    "GlmOcrForConditionalGeneration": _rope([4, 2, 2], partial_rotary_factor=0.5),
+    "LightOnOcrForConditionalGeneration": {
+        "vision_feature_layer": -1,
+        "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": False,
+    },
+    "Gemma4ForConditionalGeneration": {"vision_config": _GEMMA4_VISION},
+    "MuseGlimmerForConditionalGeneration": {"vision_config": {"output_dim": 256}},
+    "CohereCompassForConditionalGeneration": {
+        "text_config": {
+            "rope_parameters": {"full_attention": _mrope([8, 4, 4])},
+            "tie_word_embeddings": True,
+        },
+        "tie_word_embeddings": True,
+    },
+    "Ernie4_5_VLMoeForConditionalGeneration": {
+        "text_config": {"rope_parameters": _mrope([6, 6, 4]), "moe_intermediate_size": [64, 64]}
+    },
+    "Emu3ForConditionalGeneration": {"vocabulary_map": {"<image>": 480}},
     "Glm4vMoeForConditionalGeneration": {
         "vision_config": {"image_size": 56},
         "text_config": {
@@ -424,6 +688,7 @@ EXTRAS: Final[Mapping[str, Mapping[str, Any]]] = {
     "PaddleOCRVLForConditionalGeneration": _rope([8, 4, 4]),
     "Qwen2_5OmniForConditionalGeneration": {"enable_audio_output": False},
     "Step3p7ForConditionalGeneration": {"text_config": {"sliding_window": 32}},
+    "HrmTextForCausalLM": {"H_cycles": 1, "L_cycles": 1, "head_dim": 32},
     "WhisperForConditionalGeneration": {
         "encoder_attention_heads": 2,
         "decoder_attention_heads": 2,

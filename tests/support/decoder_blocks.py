@@ -111,6 +111,88 @@ class OneTensorBlock(Toy):
         return residual + self.ffn(hidden_states)
 
 
+class DoubleBlock(Toy):
+    """LongCat's shape: two attentions and two MLPs in one block, in lists."""
+
+    NORMS = ()
+    OTHERS = ()
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.input_layernorm = nn.ModuleList([self.NORM(), self.NORM()])
+        self.post_attention_layernorm = nn.ModuleList([self.NORM(), self.NORM()])
+        self.self_attn = nn.ModuleList([Mixer(10 * seed), Mixer(10 * seed + 1)])
+        self.mlps = nn.ModuleList([Mixer(10 * seed + 2), Mixer(10 * seed + 3)])
+
+    def forward(self, hidden_states: Any, residual: Any) -> Any:
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm[0](hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm[0](hidden_states, residual)
+        hidden_states = self.self_attn[0](hidden_states)
+        hidden_states, residual = self.post_attention_layernorm[0](hidden_states, residual)
+        hidden_states = self.mlps[0](hidden_states)
+        hidden_states, residual = self.input_layernorm[1](hidden_states, residual)
+        hidden_states = self.self_attn[1](hidden_states)
+        hidden_states, residual = self.post_attention_layernorm[1](hidden_states, residual)
+        hidden_states = self.mlps[1](hidden_states)
+        return hidden_states, residual
+
+
+class NormAttentionNorm(Toy):
+    NORMS = ("norm_1", "norm_2")
+    OTHERS = ("attn",)
+
+    def forward(self, hidden_states: Any) -> Any:
+        residual = hidden_states
+        hidden_states = self.norm_1(hidden_states)
+        attended = self.attn(hidden_states)
+        hidden_states = residual + attended
+        residual = hidden_states
+        hidden_states = self.norm_2(hidden_states)
+        return hidden_states, residual
+
+
+class NestedBlock(Toy):
+    """Dbrx's shape: a child does all that comes before the MLP."""
+
+    NORMS = ()
+    OTHERS = ("ffn",)
+    ADDED = ("norm_attn_norm.attn", "ffn")
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.norm_attn_norm = NormAttentionNorm(seed + 100)
+
+    def forward(self, hidden_states: Any) -> Any:
+        hidden_states, residual = self.norm_attn_norm(hidden_states=hidden_states)
+        hidden_states = self.ffn(hidden_states)
+        return hidden_states + residual
+
+
+class StreamsBlock(Toy):
+    """Gemma 3n's shape: several streams in one tensor, of which one is active."""
+
+    NORMS = ("input_layernorm", "pre_feedforward_layernorm")
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.active_idx = 1
+
+    def forward(self, hidden_states: Any) -> Any:
+        active = hidden_states[self.active_idx] * 2
+        normed = self.input_layernorm(active)
+        attended = self.self_attn(normed)
+        halved = (attended + active) / 2
+        normed = self.pre_feedforward_layernorm(halved)
+        activated = halved + self.mlp(normed)
+        corrected = hidden_states + activated
+        first = corrected[self.active_idx]
+        corrected[2:] += first
+        return corrected
+
+
 class PostNormBlock(Toy):
     ADDED = ("input_layernorm", "post_attention_layernorm")
 

@@ -2,8 +2,10 @@
 
 The class that runs the blocks gives each one tensors and takes tensors of the same names back:
 those carry the stream. One tensor is the stream itself. Two are its parts if the block begins by
-adding them up; a part that the block overwrites before it reads it does not count. Any other way is
-refused. Runs in: the worker, and `clairai doctor`.
+adding them up; a part that the block overwrites before it reads it does not count. A tensor that
+the block indexes by a number of its own before it returns it holds several streams, of which that
+one is active (models/gemma3n.py, 0.32): it is the stream here. Any other way is refused. Runs in:
+the worker, and `clairai doctor`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from clairai.compat.forward_source import (
     Loop,
     assigned_names,
     called_child,
+    find_child,
     find_forward,
     given_to,
     list_loops,
@@ -54,6 +57,7 @@ class Entrance:
 
     hidden: Argument
     residual: Argument | None
+    active: int | None = None  # of the streams that `hidden` holds; None: it is one
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Exit:
 
     hidden: int | None
     residual: int | None
+    active: int | None = None  # of the streams that `hidden` holds; None: it is one
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,10 @@ def _doors_of_call(call: BlockCall, block: nn.Module) -> BlockDoors:
         )
     hidden, residual = carried[0], carried[1] if len(carried) > 1 else None
     if residual is None:
-        return BlockDoors(Entrance(hidden.argument, None), Exit(hidden.result, None))
+        active = _find_active_stream(block) if hidden.result is None else None
+        return BlockDoors(
+            Entrance(hidden.argument, None, active), Exit(hidden.result, None, active)
+        )
     if not _begins_with_sum(block, hidden.argument.name, residual.argument.name):
         raise UnknownDoorError(
             f"{kind}: does not begin by adding {hidden.argument.name} and "
@@ -122,6 +130,11 @@ class BlockCall:
 
     node: ast.Call
     results: dict[str, int | None]  # names that are assigned, and which of the results
+
+
+def runs_blocks(owner: nn.Module, list_name: str) -> bool:
+    """True if the forward of `owner` has a loop that runs the blocks of this list."""
+    return any(True for _ in _list_block_calls(owner, list_name))
 
 
 def _list_block_calls(owner: nn.Module, list_name: str) -> Iterator[BlockCall]:
@@ -224,6 +237,20 @@ def _parse_forward(kind: type[Any], name: str) -> ast.FunctionDef:
     return taking[-1] if taking else trees[0]
 
 
+def _find_active_stream(block: nn.Module) -> int | None:
+    """The number in `self.number` if the forward reads `name[self.number]` and returns `name`."""
+    tree = parse_forwards(type(block))[-1]
+    returned = {name_of(node.value) for node in ast.walk(tree) if isinstance(node, ast.Return)}
+    numbers = {
+        getattr(block, node.slice.attr, None)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript) and name_of(node.value) in returned - {None}
+        if isinstance(node.slice, ast.Attribute) and ast.unparse(node.slice.value) == "self"
+    }
+    active = numbers.pop() if len(numbers) == 1 else None
+    return active if isinstance(active, int) else None
+
+
 def _begins_with_sum(block: nn.Module, hidden: str, residual: str) -> bool:
     """True if the first that a block does with the two, where both are given, is to add them up."""
     tree = _parse_forward(type(block), residual)
@@ -264,6 +291,6 @@ def _is_sum(node: ast.AST, block: nn.Module, both: set[str]) -> bool:
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
         return {name_of(node.target), name_of(node.value)} == both
     if isinstance(node, ast.Call):
-        norm = getattr(block, called_child(node) or "", None)
+        norm = find_child(block, called_child(node) or "")
         return is_norm(norm) and {name_of(given) for given in given_to(node)} == both
     return False

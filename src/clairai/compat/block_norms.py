@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from torch import nn
@@ -20,6 +20,7 @@ from clairai.compat.forward_source import (
     assigned_names,
     called_child,
     calls_in,
+    find_child,
     find_forward,
     given_to,
     is_super_forward,
@@ -35,6 +36,9 @@ NO_NORM_BEFORE: Final = "no norm before its first sublayer is given the residual
 NOTHING_BETWEEN: Final = (
     "nothing between attention and MLP is given the residual stream (a parallel block has no such "
     "point)"
+)
+SEVERAL_MIXERS: Final = (
+    "has several attentions, each followed by an MLP, so several streams lie between the two"
 )
 NO_MLP: Final = "calls no attention, or another mixer, and then an MLP of its own"
 
@@ -99,14 +103,87 @@ def _find_between(
     mlp = _first(calls, lambda name: _is_mlp(block, name))
     if mlp is None or mlp < mixer:
         return [], f"{kind}: {NO_MLP}"
+    later = [call.name for call in calls[mlp:] if _is_attention(block, call.name)]
+    if any(name != calls[mixer].name for name in later):
+        return [], f"{kind}: {SEVERAL_MIXERS}"
     norms = [call for call in calls[mixer:mlp] if _is_norm_of(block, call.name)]
     # A norm that is given what came into the block is that of a parallel MLP.
     between = [call for call in norms if call.sees_stream and call.num_added != 0]
     if not between and calls[mlp].num_added:
         between = [calls[mlp]]
-    if not between or _is_called_afterwards(block, between[-1].name, calls):
+    if not between:
+        between = _find_in_mixer(block, calls[mixer].name) or _find_summed(block, calls[mixer:mlp])
+        return between, "" if between else f"{kind}: {NOTHING_BETWEEN}"
+    if _is_called_afterwards(block, between[-1].name, calls):
         return [], f"{kind}: {NOTHING_BETWEEN}"
     return between, ""
+
+
+def _find_in_mixer(block: nn.Module, mixer: str) -> list[ForwardCall]:
+    """The norm behind attention, where a child of the block does both and returns the stream, too.
+
+    models/dbrx.py, DbrxFusedNormAttention, 0.32:306.
+    """
+    child = find_child(block, mixer)
+    if not isinstance(child, nn.Module):
+        return []
+    _, forward = find_forward(type(child))
+    returns = [node.value for node in ast.walk(parse(forward)) if isinstance(node, ast.Return)]
+    calls = list(list_calls(type(child), child))
+    attention = _first(calls, lambda name: _is_attention(child, name))
+    if attention is None or not all(isinstance(value, ast.Tuple) for value in returns):
+        return []
+    norms = [call for call in calls[attention:] if _is_norm_of(child, call.name)]
+    return [
+        replace(call, name=f"{mixer}.{call.name}")
+        for call in norms[-1:]
+        if call.num_args == 1 and call.is_saved
+    ]
+
+
+def _find_summed(block: nn.Module, calls: list[ForwardCall]) -> list[ForwardCall]:
+    """Of these calls, which begin with the mixer: norms given a sum that the block adds to later.
+
+    models/gemma3n.py, Gemma3nDecoderLayer, 0.32:536.
+    """
+    _, forward = find_forward(type(block))
+    statements = [*list_statements(parse(forward).body, possible_branches(block))]
+    at = {
+        called_child(node): (index, node)
+        for index, statement in enumerate(statements)
+        for node in calls_in(statement)
+    }
+    if not {call.name for call in calls} <= at.keys():
+        return []  # some of them are in a forward that this one calls
+    mixed, _ = at[calls[0].name]
+    found: list[ForwardCall] = []
+    for call in (one for one in calls if _is_norm_of(block, one.name) and one.num_args == 1):
+        index, node = at[call.name]
+        given = name_of(given_to(node)[0])
+        is_sum = any(_assigns_sum(one, given) for one in statements[mixed + 1 : index])
+        if is_sum and _is_added_later(statements[index + 1 :], given):
+            found.append(call)
+    return found
+
+
+def _assigns_sum(statement: ast.stmt, name: str | None) -> bool:
+    """True if `name` is assigned something that an addition is part of."""
+    if not isinstance(statement, Assignment) or name not in assigned_names(statement):
+        return False
+    nodes = [node for node in ast.walk(statement) if isinstance(node, ast.BinOp)]
+    return any(isinstance(node.op, ast.Add) for node in nodes)
+
+
+def _is_added_later(statements: list[ast.stmt], name: str | None) -> bool:
+    """True if one of these statements adds to `name` before any assigns it again."""
+    for statement in statements:
+        if isinstance(statement, Assignment):
+            terms = _terms(statement.value) if statement.value is not None else []
+            if len(terms) > 1 and name in terms:
+                return True
+            if name in assigned_names(statement):
+                return False
+    return False
 
 
 def _find_mixer(block: nn.Module, calls: list[ForwardCall]) -> int | None:
@@ -249,21 +326,24 @@ def _first(calls: list[ForwardCall], is_wanted: Callable[[str], bool]) -> int | 
 
 
 def is_norm(module: object) -> bool:
-    return isinstance(module, nn.Module) and "Norm" in type(module).__name__
+    """By the name of its class; one with modules of its own is more than a norm (Dbrx)."""
+    if not isinstance(module, nn.Module) or "Norm" not in type(module).__name__:
+        return False
+    return next(module.children(), None) is None
 
 
 def _is_norm_of(block: nn.Module, name: str) -> bool:
-    return is_norm(getattr(block, name, None))
+    return is_norm(find_child(block, name))
 
 
 def _is_sublayer(block: nn.Module, name: str) -> bool:
-    child = getattr(block, name, None)
+    child = find_child(block, name)
     return isinstance(child, nn.Module) and not is_norm(child)
 
 
 def _is_attention(block: nn.Module, name: str) -> bool:
     """A child, or a method of the block itself (models/jamba.py, 0.32)."""
-    child = getattr(block, name, None)
+    child = find_child(block, name)
     return callable(child) and not is_norm(child) and "att" in name
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 from clairai.capture.backend import CaptureBackend, open_backend
 from clairai.capture.capture_settings import CaptureSettings
 from clairai.capture.consumers import EngineInfo
+from clairai.compat.count_layers import count_layers
 from clairai.compat.extra_args import read_capture_plan
 from clairai.compat.kv_connectors import CAPTURED_CONNECTORS, find_other_connector
 from clairai.compat.model_sites import Sites
@@ -40,7 +41,7 @@ def make_capture_resolver(vllm_config: Any, resolved: ResolvedSettings) -> Captu
         _check_capture_mode(vllm_config, dtype)
     engine = EngineShape(
         points=resolved.points,
-        num_layers=model.hf_text_config.num_hidden_layers,
+        num_layers=count_layers(model),
         width=model.get_hidden_size(),
         dtype=dtype,
         thresholds={probe.name: probe.threshold for probe in resolved.probes},

@@ -22,6 +22,7 @@ from clairai.compat.check_engine import (
     list_refused_modes,
     vllm_version,
 )
+from clairai.compat.count_layers import count_layers
 from clairai.compat.model_sites import find_sites
 from clairai.errors import UnsupportedError, printable
 from clairai.points import Point
@@ -74,7 +75,7 @@ def _inspect(model: str, config: Any, version: str) -> DoctorReport:
     module = _build(model, config, version)
     sites = find_sites(
         module,
-        num_layers=config.model_config.hf_text_config.num_hidden_layers,
+        num_layers=count_layers(config.model_config),
         width=config.model_config.get_hidden_size(),
         dtype=config.model_config.dtype,
     )

@@ -19,6 +19,7 @@ from clairai.compat.check_engine import (
     find_core_number,
     shares_api_server,
 )
+from clairai.compat.count_layers import count_layers
 from clairai.compat.extra_args import read_cache_keys
 from clairai.compat.find_config import CONFIG_KEY
 from clairai.compat.pipeline_stages import find_publisher_rank
@@ -56,7 +57,7 @@ def get_settings(vllm_config: Any) -> Settings:
 
 
 def resolve_engine_settings(vllm_config: Any) -> ResolvedSettings:
-    num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
+    num_layers = count_layers(vllm_config.model_config)
     return resolve_settings(get_settings(vllm_config), num_layers=num_layers, environ=os.environ)
 
 

@@ -129,11 +129,22 @@ def is_super_forward(node: ast.Call) -> bool:
 
 
 def called_child(node: ast.Call) -> str | None:
-    """`name` of a call `self.name(...)`, None for any other."""
-    function = node.func
+    """`name` of a call `self.name(...)`, `name.0` of `self.name[0](...)`; None for any other."""
+    function: ast.expr = node.func
+    index = ""
+    if isinstance(function, ast.Subscript) and isinstance(function.slice, ast.Constant):
+        index = f".{function.slice.value!r}"
+        function = function.value
     if isinstance(function, ast.Attribute) and ast.unparse(function.value) == "self":
-        return function.attr
+        return f"{function.attr}{index}"
     return None
+
+
+def find_child(module: object, path: str) -> Any:
+    """The attribute of a module that `called_child` names; None if there is none."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
 
 
 def given_to(node: ast.Call) -> list[ast.expr]:

@@ -42,7 +42,7 @@ STEER_ALONE_OP: Final = "steer_alone"
 JOIN_OP: Final = "join"
 NORM_OP: Final = "norm"
 # Part of the compile-cache key. Raise it when an op's schema changes, or the code around it.
-ABI: Final = 6
+ABI: Final = 7
 SIDE_STREAM_NAME: Final = "clairai.branch"
 INVARIANT_VARIABLE: Final = "VLLM_BATCH_INVARIANT"
 PLAIN_NORM: Final = ("vllm.model_executor.layers.layernorm", "RMSNorm")
@@ -92,9 +92,8 @@ class Entered(nn.Module):  # type: ignore[misc]  # torch is Any where it is not 
         hidden_TD, residual_TD = _pick(entrance.hidden, args, kwargs), None
         if entrance.residual is not None:  # the first block's is None, or left out
             residual_TD = _pick(entrance.residual, args, kwargs)
-        if self.clairai_entrance_steer_name is not None:
-            _steer(hidden_TD, residual_TD, token, self.clairai_entrance_steer_name)
-        stream_TD = hidden_TD if residual_TD is None else hidden_TD + residual_TD
+        steer_name = self.clairai_entrance_steer_name
+        stream_TD = _steer_door(hidden_TD, residual_TD, entrance.active, token, steer_name)
         torch.ops.clairai.tap(stream_TD, token, self.clairai_entrance_name)
         return super().forward(*args, **kwargs)
 
@@ -112,9 +111,8 @@ class Left(nn.Module):  # type: ignore[misc]  # torch is Any where it is not ins
         way, token = self.clairai_exit, self.clairai_token
         hidden_TD = result if way.hidden is None else result[way.hidden]
         residual_TD = None if way.residual is None else result[way.residual]
-        if self.clairai_exit_steer_name is not None:
-            _steer(hidden_TD, residual_TD, token, self.clairai_exit_steer_name)
-        stream_TD = hidden_TD if residual_TD is None else hidden_TD + residual_TD
+        steer_name = self.clairai_exit_steer_name
+        stream_TD = _steer_door(hidden_TD, residual_TD, way.active, token, steer_name)
         torch.ops.clairai.tap(stream_TD, token, self.clairai_exit_name)
         return result
 
@@ -122,6 +120,26 @@ class Left(nn.Module):  # type: ignore[misc]  # torch is Any where it is not ins
 def _pick(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a call gives for this argument, by position or by name."""
     return args[argument.index] if argument.index < len(args) else kwargs.get(argument.name)
+
+
+def _steer_door(
+    hidden_TD: torch.Tensor,
+    residual_TD: torch.Tensor | None,
+    active: int | None,
+    token: torch.Tensor,
+    name: Any,
+) -> torch.Tensor:
+    """The stream at a door of a block, steered before if there is the name of a site for it."""
+    if active is not None:
+        # The first block's streams lie between each other; ops take whole rows.
+        stream_TD = hidden_TD[active].contiguous()
+        if name is not None:
+            _steer(stream_TD, None, token, name)
+            hidden_TD[active].copy_(stream_TD)
+        return stream_TD
+    if name is not None:
+        _steer(hidden_TD, residual_TD, token, name)
+    return hidden_TD if residual_TD is None else hidden_TD + residual_TD
 
 
 def _steer(

@@ -23,6 +23,7 @@ from clairai.compat.block_doors import (
     UnknownDoorError,
     list_block_calls,
     read_doors,
+    runs_blocks,
 )
 from clairai.compat.block_norms import (
     NO_NORM_BEFORE,
@@ -32,7 +33,13 @@ from clairai.compat.block_norms import (
     read_block_norms,
     scales_stream_in_half,
 )
-from clairai.compat.forward_source import Loop, assigned_names, list_loops, parse_forwards
+from clairai.compat.forward_source import (
+    Loop,
+    assigned_names,
+    find_child,
+    list_loops,
+    parse_forwards,
+)
 from clairai.errors import UnsupportedError
 from clairai.points import POINT_KINDS, Point
 
@@ -63,17 +70,48 @@ class Sites:
 
 
 @dataclass(frozen=True)
-class _Decoder:
-    """The stack of blocks and the module that runs it."""
+class _Stack:
+    """A list of blocks and the module that has it."""
 
     owner: nn.Module
     list_name: str
     blocks: nn.ModuleList
 
     @property
+    def is_run(self) -> bool:
+        return runs_blocks(self.owner, self.list_name)
+
+
+@dataclass(frozen=True)
+class _Decoder:
+    """The stack of all blocks, and those that run them: itself, or others that hold parts of it."""
+
+    stack: _Stack
+    runners: tuple[_Stack, ...]
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.stack.blocks
+
+    def find_runner(self, block: nn.Module) -> _Stack:
+        held = (one for one in self.runners if any(other is block for other in one.blocks))
+        return next(held, self.stack)
+
+    @property
     def local(self) -> list[tuple[int, nn.Module]]:
         """The blocks of this stage of a pipeline, with their layers; all of them without stages."""
         return [(layer, block) for layer, block in enumerate(self.blocks) if _is_local(block)]
+
+    @property
+    def keeps_stream(self) -> bool:
+        """True if whoever runs the blocks changes nothing between them."""
+        return not any(changes_stream(type(one.owner), one.list_name) for one in self.runners)
+
+    def is_handed_on(self, layer: int) -> bool:
+        """True if the stream after this block is that before the next one."""
+        if layer < 0 or not self.keeps_stream:
+            return False
+        return self.find_runner(self.blocks[layer]) is self.find_runner(self.blocks[layer + 1])
 
 
 @dataclass(frozen=True)
@@ -107,18 +145,16 @@ def find_sites(
             {}, {}, frozenset(), {}, dict.fromkeys(places.points, reason), num_layers, width
         )
     blocks = {layer: _read_block(decoder, block) for layer, block in decoder.local}
-    # The stream after a block is that before the next one, unless their owner changes it.
-    is_handed_on = not changes_stream(type(decoder.owner), decoder.list_name)
     for layer, block in blocks.items():
-        same = [Point("post_block", layer - 1)] if layer and is_handed_on else []
+        same = [Point("post_block", layer - 1)] if decoder.is_handed_on(layer - 1) else []
         places.add_pre_attn(block, layer, same)
         places.add_post_attn(block, layer)
-        if not is_handed_on:
+        if layer < num_layers - 1 and not decoder.is_handed_on(layer):
             places.add_exit(block, Point("post_block", layer))
     end = blocks.get(num_layers - 1)
-    if is_handed_on and end is not None:
+    if end is not None:
         last = Point("post_block", num_layers - 1)
-        norm = _find_final_norm(decoder, end.norms)
+        norm = _find_final_norm(decoder.stack, end.norms) if decoder.keeps_stream else None
         if norm is None:
             places.add_exit(end, last)
         else:
@@ -150,7 +186,9 @@ class _Places:
         if block.norms.pre_attn:
             # The first block is given the stream alone: nothing has been added to it yet.
             is_adding = block.norms.is_fused and layer > 0
-            self.add_norm(getattr(block.module, block.norms.pre_attn), points, is_adding=is_adding)
+            self.add_norm(
+                find_child(block.module, block.norms.pre_attn), points, is_adding=is_adding
+            )
             self._blocks[str(points[0])] = block.module
         elif block.doors is not None:
             self._add(block.module, points, block.doors.entrance)
@@ -161,7 +199,9 @@ class _Places:
     def add_post_attn(self, block: _Block, layer: int) -> None:
         point, norms = Point("post_attn", layer), block.norms
         if norms.post_attn:
-            self.add_norm(getattr(block.module, norms.post_attn), [point], is_adding=norms.is_fused)
+            self.add_norm(
+                find_child(block.module, norms.post_attn), [point], is_adding=norms.is_fused
+            )
         else:
             self._refuse([point], norms.reason)
 
@@ -198,7 +238,8 @@ class _Places:
 
 def _read_block(decoder: _Decoder, block: nn.Module) -> _Block:
     try:
-        doors = read_doors(decoder.owner, decoder.list_name, block)
+        runner = decoder.find_runner(block)
+        doors = read_doors(runner.owner, runner.list_name, block)
     except UnknownDoorError as error:
         return _Block(block, read_block_norms(block), None, str(error))
     entrance = doors.entrance
@@ -209,20 +250,40 @@ def _read_block(decoder: _Decoder, block: nn.Module) -> _Block:
 def _find_decoder(model: nn.Module, num_layers: int, *, is_stage: bool) -> _Decoder:
     # get_language_model: model_executor/models/interfaces.py, SupportsMultiModal, 0.26 and 0.32
     text = getattr(model, "get_language_model", lambda: model)()
-    stacks = [
-        _Decoder(owner, name, child)
+    lists = [
+        _Stack(owner, name, child)
         for owner in text.modules()
         for name, child in owner.named_children()
-        if isinstance(child, nn.ModuleList) and len(child) == num_layers
-        if (any if is_stage else all)(map(_is_local, child))
+        if isinstance(child, nn.ModuleList)
     ]
+    stacks = [
+        stack
+        for stack in lists
+        if len(stack.blocks) == num_layers
+        if (any if is_stage else all)(map(_is_local, stack.blocks))
+    ]
+    if _count_different(stacks) > 1:  # as many of something else: of gates (iquest_loopcoder.py)
+        stacks = [stack for stack in stacks if stack.is_run]
     # Several lists may hold the same blocks (models/gemma4.py, 0.32): the outermost one runs them.
-    if len({tuple(map(id, stack.blocks)) for stack in stacks}) == 1:
-        return stacks[0]
+    if _count_different(stacks) == 1:
+        return _Decoder(stacks[0], _find_runners(stacks[0], lists))
     raise UnsupportedError(
         f"{type(model).__name__}: found {len(stacks)} stacks of {num_layers} decoder blocks, "
         f"need exactly 1; this architecture is not served (clairai doctor MODEL shows the rest)"
     )
+
+
+def _count_different(stacks: list[_Stack]) -> int:
+    return len({tuple(map(id, stack.blocks)) for stack in stacks})
+
+
+def _find_runners(stack: _Stack, lists: list[_Stack]) -> tuple[_Stack, ...]:
+    """The stack itself, or the lists of its parts if others run those (models/gemma3n.py, 0.32)."""
+    if stack.is_run:
+        return (stack,)
+    blocks = {*map(id, stack.blocks)}
+    parts = [one for one in lists if len(one.blocks) and {*map(id, one.blocks)} <= blocks]
+    return tuple(one for one in parts if one.is_run) or (stack,)
 
 
 def _is_local(block: nn.Module) -> bool:
@@ -230,16 +291,16 @@ def _is_local(block: nn.Module) -> bool:
     return next(block.children(), None) is not None
 
 
-def _find_final_norm(decoder: _Decoder, block: BlockNorms) -> nn.Module | None:
+def _find_final_norm(stack: _Stack, block: BlockNorms) -> nn.Module | None:
     """The last norm that the owner calls itself, if it takes the stream as blocks return it.
 
     And if nothing else calls it: NanoChat's normalises the embedding, too.
     """
     if block.pre_attn is None:
         return None
-    calls = [*list_calls(type(decoder.owner), decoder.owner)]
+    calls = [*list_calls(type(stack.owner), stack.owner)]
     for call in reversed(calls):
-        child = getattr(decoder.owner, call.name, None)
+        child = find_child(stack.owner, call.name)
         if is_norm(child):
             is_alone = sum(other.name == call.name for other in calls) == 1
             return child if is_alone and call.num_args == (2 if block.is_fused else 1) else None
@@ -251,9 +312,10 @@ def _find_final_norm(decoder: _Decoder, block: BlockNorms) -> nn.Module | None:
 
 def _find_reason_against_all(decoder: _Decoder, dtype: str) -> str:
     """Why no point of this model can be served; empty if some may be."""
-    owner = type(decoder.owner)
-    if repeats_blocks(owner, decoder.list_name):
-        return f"{owner.__name__} {BLOCKS_REPEATED}"
+    for runner in decoder.runners:
+        owner = type(runner.owner)
+        if repeats_blocks(owner, runner.list_name):
+            return f"{owner.__name__} {BLOCKS_REPEATED}"
     for kind in {type(block) for _, block in decoder.local}:
         if dtype == "torch.float16" and scales_stream_in_half(kind):
             return f"{kind.__name__} {SCALED_IN_HALF}"

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clairai.compat.count_layers import count_layers
 from clairai.fields.request_fields import request
 
 
@@ -30,9 +31,7 @@ def read_model_shape(model: str, arguments: Mapping[str, Any]) -> ModelShape:
     from vllm.engine.arg_utils import EngineArgs
 
     config = EngineArgs(model=model, **arguments).create_model_config()
-    return ModelShape(
-        config.hf_text_config.num_hidden_layers, config.get_hidden_size(), config.max_model_len
-    )
+    return ModelShape(count_layers(config), config.get_hidden_size(), config.max_model_len)
 
 
 def start_llm(

@@ -30,6 +30,7 @@ from clairai.compat.capture_setup import (
     stash_indexes,
 )
 from clairai.compat.check_engine import find_core_number
+from clairai.compat.count_layers import count_layers
 from clairai.compat.engine_core import (
     CompileKey,
     get_model_name,
@@ -229,7 +230,7 @@ def _find_sites(
     model = worker.vllm_config.model_config
     sites = model_sites.find_sites(
         worker.model_runner.get_model(),
-        num_layers=model.hf_text_config.num_hidden_layers,
+        num_layers=count_layers(model),
         width=model.get_hidden_size(),
         dtype=model.dtype,
         is_stage=not stage.is_alone,

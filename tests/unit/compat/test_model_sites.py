@@ -24,6 +24,7 @@ from clairai.compat.block_doors import Argument, Entrance, Exit, UnknownDoorErro
 from clairai.compat.block_norms import (
     NO_MLP,
     NOTHING_BETWEEN,
+    SEVERAL_MIXERS,
     BlockNorms,
     ForwardCall,
     list_calls,
@@ -338,6 +339,31 @@ class ManyDecoder(Decoder):
         return hidden_states
 
 
+class StreamsPart(nn.Module):  # type: ignore[misc]
+    def __init__(self, decoder_layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.decoder_layers = decoder_layers
+
+    def forward(self, hidden_states: Any) -> Any:
+        hidden_states = hidden_states.permute(2, 0, 1)
+        for layer in self.decoder_layers:
+            hidden_states = layer(hidden_states)
+        return hidden_states.permute(1, 2, 0)
+
+
+class StreamsDecoder(Decoder):
+    """Gemma 3n's: two others run parts of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(toy.StreamsBlock)
+        self.first, self.second = StreamsPart(self.layers[:2]), StreamsPart(self.layers[2:])
+
+    def forward(self, hidden_states: Any) -> Any:
+        hidden_states = torch.stack([hidden_states * factor for factor in (1, 2, 3)], dim=-1)
+        hidden_states = self.second(self.first(hidden_states))
+        return self.norm(hidden_states.mean(dim=-1))
+
+
 class RepeatingDecoder(Decoder):
     def forward(self, hidden_states: Any) -> Any:
         residual = None
@@ -378,7 +404,7 @@ def stream_of(model: Decoder) -> dict[Point, torch.Tensor]:
     """The stream at every point, from what is added to it alone: x, x + attention, + MLP."""
     outputs: list[torch.Tensor] = []
     added = type(model.layers[0]).ADDED or type(model.layers[0]).OTHERS
-    parts = [getattr(layer, name) for layer in model.layers for name in added]
+    parts = [layer.get_submodule(name) for layer in model.layers for name in added]
     handles = [
         part.register_forward_hook(lambda _part, _given, output: outputs.append(output))
         for part in parts
@@ -520,6 +546,90 @@ def test_tensors_that_are_not_added_up_at_once_are_no_door(
 ) -> None:
     with pytest.raises(UnknownDoorError, match=reason):
         read_doors(ManyDecoder(kind), "layers", kind())
+
+
+def doors_of(model: StreamsDecoder) -> dict[Point, torch.Tensor]:
+    """The active stream that each block is given and gives, and the middle, by hooks."""
+    found: dict[Point, torch.Tensor] = {}
+
+    def note(point: Point, rows: torch.Tensor) -> None:
+        found[point] = rows.clone()
+
+    for layer, block in enumerate(model.layers):
+        enter, between, leave = (
+            functools.partial(note, Point(kind, layer)) for kind in POINT_KINDS
+        )
+        block.register_forward_pre_hook(lambda _, given, enter=enter: enter(given[0][1]))
+        block.pre_feedforward_layernorm.register_forward_pre_hook(
+            lambda _, given, between=between: between(given[0])
+        )
+        block.register_forward_hook(lambda _, __, output, leave=leave: leave(output[1]))
+    model(HIDDEN.clone())
+    return found
+
+
+def test_of_several_streams_the_one_that_the_block_calls_active_is_tapped() -> None:
+    model = StreamsDecoder()
+    sites = sites_of(model)
+    assert sites.refused == {}
+    assert sites.doors["pre_attn.1"] == Entrance(Argument(0, "hidden_states"), None, active=1)
+    assert sites.doors["post_block.2"] == Exit(None, None, active=1)
+    found = tapped(model, sites)
+    assert wrong_points(found, doors_of(model)) == []
+
+
+def test_where_others_run_the_parts_of_a_stack_their_border_has_two_points() -> None:
+    """What lies between the parts is not read."""
+    sites = sites_of(StreamsDecoder())
+    assert sites.site_of[Point("post_block", 0)] == "pre_attn.1"
+    assert sites.site_of[Point("post_block", 1)] == "post_block.1"
+
+
+def test_the_active_stream_alone_is_steered() -> None:
+    streams = torch.stack([HIDDEN, HIDDEN * 2, HIDDEN * 3], dim=-1).permute(2, 0, 1)
+    before = streams.clone()
+
+    def add_one(x: torch.Tensor, _token: torch.Tensor, _name: str) -> None:
+        assert x.is_contiguous()
+        x += 1
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.ops.clairai, "steer_alone", add_one, raising=False)
+        found = model_ops._steer_door(streams, None, 1, torch.zeros(1), "site")
+    assert torch.equal(found, before[1] + 1)
+    assert torch.equal(streams[1], before[1] + 1)
+    assert torch.equal(streams[::2], before[::2])
+
+
+def test_a_block_of_two_attentions_is_tapped_at_its_doors_alone() -> None:
+    model = Decoder(toy.DoubleBlock)
+    sites = sites_of(model)
+    assert sorted(sites.refused) == [Point("post_attn", layer) for layer in range(NUM_LAYERS)]
+    assert {*sites.refused.values()} == {f"DoubleBlock: {SEVERAL_MIXERS}"}
+    assert sites.modules["pre_attn.1"] is model.layers[1].input_layernorm[0]
+    outputs: list[torch.Tensor] = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda _layer, _given, output: outputs.append(sum(output)))
+    found = tapped(model, sites)
+    model(HIDDEN.clone())
+    stream = outputs[-NUM_LAYERS:]
+    assert torch.allclose(found[Point("pre_attn", 0)], HIDDEN)
+    for layer in range(NUM_LAYERS):
+        assert torch.allclose(found[Point("post_block", layer)], stream[layer], atol=1e-5)
+
+
+def test_a_norm_inside_the_child_that_attends_is_found() -> None:
+    model = OneTensorDecoder(toy.NestedBlock)
+    sites = sites_of(model)
+    assert sites.refused == {}
+    assert sites.modules["post_attn.1"] is model.layers[1].norm_attn_norm.norm_2
+    assert wrong_points(tapped(model, sites), stream_of(model)) == []
+
+
+def test_of_two_stacks_the_one_that_is_run_counts() -> None:
+    model = Decoder(toy.FusedBlock)
+    model.gates = nn.ModuleList([toy.FusedBlock() for _ in range(NUM_LAYERS)])
+    assert sites_of(model).modules["pre_attn.0"] is model.layers[0].input_layernorm
 
 
 def test_a_model_whose_blocks_run_twice_is_refused_at_every_point() -> None:
