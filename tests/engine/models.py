@@ -142,7 +142,7 @@ ARCHITECTURES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         | {"head_dim": 32, "sliding_window": 32, "num_kv_shared_layers": 2, "laurel_rank": 16}
         | {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 512}
         | {"layer_types": ["sliding_attention", "full_attention"] * 2}
-        | {"activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0]},
+        | {"activation_sparsity_pattern": [0.0] * 4},
     ),
     "starcoder2": ("Starcoder2Config", TIED | {"sliding_window": None}),
     "opt": ("OPTConfig", OPT),
