@@ -191,9 +191,9 @@ def run_proxy(
             undo.callback(telemetry.close)
             observers.append(telemetry)
         app = create_app(settings, observers=observers, metrics=Metrics(replica=settings.replica))
-        thread = undo.enter_context(ProxyThread(create_server(app, settings), listener))
-        undo.enter_context(frozen_heap())
-        yield thread, app.state.proxy
+        server = create_server(app, settings)
+        undo.enter_context(frozen_heap())  # before it answers: the collection takes a while
+        yield undo.enter_context(ProxyThread(server, listener)), app.state.proxy
 
 
 def serve_proxy(
