@@ -39,7 +39,7 @@ class Stage(NamedTuple):
     name: str
     module: str
     function: str  # with its class, if it is a method
-    find: Callable[..., Sequence[str]]  # gives texts that contain ids, of the call's arguments
+    find: Callable[..., Sequence[str]]  # texts that contain ids, of what is given by position
 
 
 def _of_http(_: Any, http: Any, *__: Any) -> Sequence[str]:
@@ -156,7 +156,7 @@ def _note_calls(module: ModuleType, stage: Stage, notes: Notes) -> None:
 
     @functools.wraps(original)
     def noting(*args: Any, **kwargs: Any) -> Any:
-        notes.add(stage.name, stage.find(*args, **kwargs))
+        notes.add(stage.name, stage.find(*args))
         return original(*args, **kwargs)
 
     setattr(owner, name, noting)
