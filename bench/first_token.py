@@ -113,20 +113,27 @@ def measure(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]
     ids = itertools.count(1)
     with serving_load.serving(options, 1, work) as ways:
         for streams in options.streams:
-            found: dict[str, list[Noted]] = {way: [] for way in ways}
-            for turn in range(options.turns + 1):
-                for way, (service, body) in ways.items():
-                    raw = json.dumps(body).encode()
-                    asked = Load(service.url, raw, streams, options.requests, options.tokens)
-                    notes = asyncio.run(load(asked, ids))
-                    found[way] += notes if turn else []  # the first warms up
-                    time.sleep(serving_load.SETTLE_S)
+            found = take_turns(ways, streams, options, ids)
             told = read_notes(trace)
             for way, notes in found.items():
                 mine = {note.request for note in notes}
-                all_of_them = [*notes, *(note for note in told if note.request in mine)]
-                for row in table(all_of_them):
-                    yield {"streams": streams, "way": way, **row}
+                rows = table([*notes, *(note for note in told if note.request in mine)])
+                yield from ({"streams": streams, "way": way, **row} for row in rows)
+
+
+def take_turns(
+    ways: dict[str, Any], streams: int, options: argparse.Namespace, ids: Iterator[int]
+) -> dict[str, list[Noted]]:
+    """What clients noted of each way; the first turn warms up."""
+    found: dict[str, list[Noted]] = {way: [] for way in ways}
+    for turn in range(options.turns + 1):
+        for way, (service, body) in ways.items():
+            raw = json.dumps(body).encode()
+            asked = Load(service.url, raw, streams, options.requests, options.tokens)
+            notes = asyncio.run(load(asked, ids))
+            found[way] += notes if turn else []
+            time.sleep(serving_load.SETTLE_S)
+    return found
 
 
 def main() -> None:
