@@ -38,7 +38,7 @@ class Plan:
     prompt_scores_share: float = 0.1
     temperature: float = 1.0
     vocabulary: int = 30000
-    num_drafts: int = 0  # so many tokens behind the end of an answer may have been accepted
+    num_behind: int = 0  # so many tokens behind the end of an answer may have been accepted
     # An engine core in a process of its own does not wait for us: chance decides what happens to
     # whom. Then more requests are sent until every kind of event was seen, so many times as many.
     max_rounds: int = 1
@@ -133,7 +133,7 @@ def run(llm: Any, plan: Plan, known_VD: NDArray[np.float32] | None = None) -> Ve
         statistics = reader.statistics()
     bank.remove(*(info.name for info in bank.list()))
     expected_VP = vocabulary_VD @ directions_DP
-    return judge(rows, scores_RP, sent, expected_VP, statistics.lost, plan.num_drafts)
+    return judge(rows, scores_RP, sent, expected_VP, statistics.lost, plan.num_behind)
 
 
 def _drive(
@@ -223,7 +223,7 @@ def judge(
     sent: dict[int, Sent],
     expected_VP: NDArray[np.float32],
     lost: int,
-    num_drafts: int = 0,
+    num_behind: int = 0,
 ) -> Verdict:
     """Every row belongs to the request it names, at the position it names; none is missing."""
     # End marks of earlier requests may still come in; no other row of a stranger may.
@@ -235,7 +235,7 @@ def judge(
         stream, position = int(row["stream"]), int(row["position"])
         if stream in sent:
             covered[stream][position] += 0 if row["flags"] & ring_messages.RECOMPUTED else 1
-            wrong += _wrongs(row, scores_P, sent[stream], expected_VP, num_drafts)
+            wrong += _wrongs(row, scores_P, sent[stream], expected_VP, num_behind)
     cached = rows[rows["phase"] == ring_messages.CACHED]
     for row in cached[np.isin(cached["stream"], list(sent))]:
         stream = int(row["stream"])
@@ -261,13 +261,13 @@ def _wrongs(
     scores_P: NDArray[np.float32],
     request: Sent,
     expected_VP: NDArray[np.float32],
-    num_drafts: int,
+    num_behind: int,
 ) -> list[str]:
     stream, position = int(row["stream"]), int(row["position"])
     tokens = request.prompt + request.output
     if position >= len(tokens):
         # One forward past the stop token, or past what an aborted request had told us of.
-        is_near = request.is_aborted or position <= len(tokens) + num_drafts
+        is_near = request.is_aborted or position <= len(tokens) + num_behind
         return [] if is_near else [f"{stream}@{position} past {len(tokens)}"]
     token = tokens[position]
     # Tokens that were never trained share one embedding: compare with this token's own.

@@ -51,7 +51,7 @@ LOAD: Final = attribution.Plan(
     seed=1,
     temperature=0.0,
     vocabulary=speculating.VOCABULARY,
-    num_drafts=speculating.NUM_DRAFTS,
+    num_behind=speculating.NUM_DRAFTS,
 )
 V2: Final = {"plant": speculating.use_v2_on_cpu, "environment": speculating.V2_ON_CPU}
 # What gives an engine several ranks, each in a process of its own.

@@ -37,7 +37,7 @@ LOAD: Final = attribution.Plan(
     temperature=0.0,
     vocabulary=forced.VOCABULARY,
     # The step that was scheduled before the answer was known to end has drafts of its own.
-    num_drafts=2 * speculating.NUM_DRAFTS,
+    num_behind=2 * speculating.NUM_DRAFTS,
 )
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # of graphs; vLLM's own list has 51
 SHARP: Final = 1.0  # at this temperature drafts are accepted by chance

@@ -2,6 +2,7 @@
 
 ExampleConnector             distributed/kv_transfer/kv_connector/v1/example_connector.py  0.26:84
                                                                                            0.32:83
+OffloadingConnector          the same folder, offloading_connector.py                      0.32:53
 Scheduler.connector          v1/core/sched/scheduler.py                         0.26:138   0.32:176
 get_num_new_matched_tokens   v1/core/sched/scheduler.py, for each new request   0.26:767   0.32:979
 
