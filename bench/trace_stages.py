@@ -50,6 +50,10 @@ def _of_bytes(_: Any, request: bytes, *__: Any) -> Sequence[str]:
     return [request.partition(b"\r\n\r\n")[0].decode("latin-1")]
 
 
+def _of_scope(_: Any, scope: Any, *__: Any) -> Sequence[str]:
+    return [value.decode("latin-1") for _name, value in scope.get("headers", ())]
+
+
 def _of_raw(_: Any, __: Any, raw_request: Any) -> Sequence[str]:
     return [raw_request.headers.get(HEADER, "")]
 
@@ -69,6 +73,13 @@ def _of_outputs(_: Any, outputs: Any, *__: Any) -> Sequence[str]:
 STAGES: Final = (
     Stage("proxy has read it", "clairai.proxy.completions.complete", "complete", _of_http),
     Stage("proxy sends it", "clairai.proxy.upstream_connection", "Connection.ask", _of_bytes),
+    # The proxy answers plain completions without Starlette.
+    Stage(
+        "API server begins",
+        "starlette.middleware.errors",
+        "ServerErrorMiddleware.__call__",
+        _of_scope,
+    ),
     Stage(
         "API server has read it",
         "vllm.entrypoints.openai.chat_completion.serving",
@@ -77,6 +88,12 @@ STAGES: Final = (
     ),
     Stage("rendered", "vllm.v1.engine.async_llm", "AsyncLLM._add_request", _of_request),
     Stage("core has it", "vllm.v1.engine.core", "EngineCore.preprocess_add_request", _of_request),
+    Stage(
+        "first step begins",
+        "vllm.v1.executor.uniproc_executor",
+        "UniProcExecutor.execute_model",
+        _of_step,
+    ),
     Stage(
         "first token computed",
         "vllm.v1.core.sched.scheduler",
