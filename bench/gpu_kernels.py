@@ -97,7 +97,10 @@ def compare(first: Step, other: Step) -> list[Difference]:
 # The compiler names a kernel after the operations in it; that of a quantisation by rows has a
 # maximum, which nothing else in these models has.
 KINDS: Final = (
-    ("clairai", re.compile(r"^(norm|norm_steered|steer|score_\w+|sum_slices|publish_\w+)$")),
+    (
+        "clairai",
+        re.compile(r"^(norm|norm_steered|steer|score_\w+|copy_to_stash|sum_slices|publish_\w+)$"),
+    ),
     ("quantises", re.compile(r"^triton.*amax|fp8_quant|per_token_quant")),
     ("attention", re.compile(r"flash|attention|reshape_and_cache|merge_attn", re.IGNORECASE)),
     ("multiplies", re.compile(r"cutlass|gemm|nvjet|cublas|sm90_|scaled_mm", re.IGNORECASE)),

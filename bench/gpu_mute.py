@@ -21,12 +21,9 @@ WRAPPED: Final = ("execute_model", "prepare_inputs")
 
 
 class Silence:
-    """Stands for a tap, for the branch and for steering: does nothing."""
+    """Stands for a tap and for steering: does nothing."""
 
     def read(self, hidden: Any) -> None:
-        pass
-
-    def join(self) -> None:
         pass
 
     def apply(self, x: Any, residual: Any) -> None:

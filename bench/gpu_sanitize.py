@@ -134,7 +134,10 @@ def plant_racecheck() -> None:
 
 
 def launch_norm() -> None:
-    """Norms that steer, and the scores of what they leave: rows that fill no tile, one too many."""
+    """Norms that steer, and the scores of what they leave: rows that fill no tile, one too many.
+
+    And taps beside norms, which leave the same.
+    """
     from clairai.engine.kernel_launch import CudaDriver
     from clairai.engine.score.fused_norm import FusedNormSite
     from clairai.engine.score.stash_kernel import StashScorer
@@ -156,6 +159,8 @@ def launch_norm() -> None:
         x_TD = torch.randn(num_tokens, width, device="cuda").bfloat16()
         for site in sites:
             site.norm(x_TD, x_TD.clone(), weight_D)
+        for name in held.sites:
+            held.stash_site(name).read(x_TD)
         for way in (scorer.launch_for, scorer.launch_in_graph):
             way(min(num_tokens, 20)).run(driver, torch.cuda.current_stream().cuda_stream)
     steered = fleet(device="cuda:0")

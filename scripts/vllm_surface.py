@@ -62,7 +62,6 @@ _NORMS = "model_executor/layers/layernorm.py"
 _CACHE = "v1/core/kv_cache_utils.py"
 _SCHEDULER, _KV_BLOCKS = "v1/core/sched/scheduler.py", "v1/core/kv_cache_manager.py"
 _CLIENT = "v1/engine/core_client.py"
-_ATTENTION = "model_executor/layers/attention/attention.py"
 _PLUGIN = "plugins/endpoint_plugins/interface.py"
 _PROGRESS = ("num_computed_tokens", "num_output_tokens", "num_preemptions")
 _FACTORY = "distributed/weight_transfer/factory.py"
@@ -244,7 +243,6 @@ NEEDS: Final[tuple[Need, ...]] = (
     _calls("forward_context.py", "get_forward_context"),
     *_reads("forward_context.py", "ForwardContext", "no_compile_layers"),
     _wraps(_NORMS, "RMSNorm.forward_native", "self", "x", "residual"),
-    _wraps(_ATTENTION, "Attention.forward", "self", "query", "key", "value"),
     # compat/worker.py, compat/tap_proof.py
     _wraps(_WORKER, "WorkerBase.load_model", "self"),
     _wraps(_WORKER, "WorkerBase.compile_or_warm_up_model", "self"),

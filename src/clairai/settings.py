@@ -69,7 +69,6 @@ class Settings:
     ring_mib: int | None = None  # None: 64, or room for three of the engine's largest steps
     ring_home: str = "host"  # or "device": in GPU memory, for readers with CUDA
     fused: bool = True  # on a GPU, replace tapped norms by a kernel that also taps and steers
-    branch: bool = True  # else run taps on a side stream of the captured graph, where possible
     # Keep scores for `clairai.scores`: true, false or an object; None: for LLM and AsyncLLM only.
     scores: bool | Mapping[str, Any] | None = None
     runtime_dir: str | None = None
@@ -87,7 +86,7 @@ class Settings:
             )
         for name in ("points", "probes", "vectors"):
             object.__setattr__(self, name, _check_texts(name, getattr(self, name)))
-        for name in ("fused", "branch", "steering", "allow_untested_vllm"):
+        for name in ("fused", "steering", "allow_untested_vllm"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false")
         SpoolSettings.parse(self.scores)

@@ -195,7 +195,7 @@ def plant_one_layer_off() -> None:
         sites = find_right(model, **given)
         norms = [*sites.modules.values()]
         shifted = dict(zip(sites.modules, [*norms[2:], *norms[:2]], strict=True))
-        return replace(sites, modules=shifted, blocks={}, adding=frozenset())
+        return replace(sites, modules=shifted, adding=frozenset())
 
     model_sites.find_sites = find_wrong
 

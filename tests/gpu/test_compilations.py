@@ -25,6 +25,10 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
         "environment": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
         "plant": planted.large_model,
     },
+    "V2, vLLM's norms": {
+        "environment": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
+        "fused": False,
+    },
     # Warmed up with more tokens than one kernel of the scorer takes: later steps need the other.
     "V2, long steps": {
         "environment": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
@@ -34,13 +38,14 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
 
 
 def compiled_in(name: str, runtime: Path, captures: Path) -> Compiled:
+    options: dict[str, Any] = {"max_num_batched_tokens": 1024, **ENGINES[name]}
     config = clairai.config(
         points=[*compilations.POINTS, "post_block.27"],
         capacity=32,
         steering=True,
         capture={"folder": str(captures / name)},
+        fused=options.pop("fused", True),
     )
-    options: dict[str, Any] = {"max_num_batched_tokens": 1024, **ENGINES[name]}
     engine = EngineProcess(
         runtime=runtime,
         model=str(SHAPES / "qwen3-0.6b"),

@@ -117,6 +117,29 @@ def test_every_row_in_bfloat16_is_as_near_as_hugging_face_in_bfloat16_is(
         assert 1 - found[point] <= 2 * (1 - floor[point]) + 1e-6, (point, found, floor)
 
 
+@pytest.mark.parametrize("runner", [*RUNNERS])
+def test_rows_are_right_where_norms_stay_vllms(
+    runner: str, real_model: Path, runtime: Path, report: Callable[..., None]
+) -> None:
+    """As in a quantised model: rows are copied to the stash, and long steps are scored at once."""
+    changes = {"max_num_batched_tokens": 1024, "num_gpu_blocks_override": 800}
+    config = clairai.config(points=POINTS, capacity=WIDTH, fused=False)
+    with start(real_model, runtime, runner, additional_config=config, **changes) as engine:
+        assert engine.call(planted.num_fused_norms) == 0
+        plan = attribution.Plan(
+            num_requests=500, num_at_once=256, max_prompt=200, max_new=40, seed=3
+        )
+        verdict = engine.call(attribution.run, plan)
+        tapped = engine.call(scenarios.tap_everything, TEXTS, POINTS, WIDTH, 12)
+    report(test="attribution", publisher="vLLM's norms", rows=verdict.rows, wrong=verdict.wrong)
+    assert verdict.wrong == []
+    assert (verdict.unaccounted, verdict.lost) == (0, 0)
+    found = scenarios.cosines(tapped, real_model)
+    floor = scenarios.bfloat16_cosines(tapped, real_model)
+    for point in POINTS:
+        assert 1 - found[point] <= 2 * (1 - floor[point]) + 1e-6, (point, found, floor)
+
+
 def test_the_relative_error_in_bfloat16_is_no_more_than_hugging_faces_own(
     engine: EngineProcess, real_model: Path, report: Callable[..., None]
 ) -> None:

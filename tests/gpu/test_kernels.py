@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from clairai.engine.kernel_launch import CudaDriver
 from clairai.engine.publish.device_publisher import DevicePublisher
 from clairai.engine.publish.ring_setup import open_ring
 from clairai.engine.publish.step_extension import load_step_extension
 from clairai.engine.publish.step_rows import RowBuilder
-from clairai.engine.score.score_tables import ScoreTables, score_twin
+from clairai.engine.score.score_tables import ScoreTables, copy_to_stash_twin, score_twin
+from clairai.engine.score.stash_kernel import StashScorer
 from clairai.engine.step import ForwardInputs, RequestMark, StepBatch
 from clairai.points import Point
 from clairai.probe.bank import EngineBank
@@ -104,13 +106,12 @@ def test_the_kernel_equals_its_twin(width: int, capacity: int, dtype: str) -> No
 def test_a_row_has_the_same_bits_captured_or_eager_alone_or_padded(dtype: str) -> None:
     held = tables(2, 4096, 16, dtype)
     hidden_TD = rows(64, 4096, dtype)
-    plain, aside = held.site("post_block.0"), held.side_stream_site("post_block.0")
-    plain.read(hidden_TD[:5])
+    site = held.site("post_block.0")
+    site.read(hidden_TD[:5])
     eager_TK = held.scores_STK[0, :5].clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        aside.read(hidden_TD)
-        held.branch.join()
+        site.read(hidden_TD)
     held.scores_STK.zero_()
     graph.replay()
     assert torch.equal(held.scores_STK[0, :5], eager_TK)
@@ -119,17 +120,92 @@ def test_a_row_has_the_same_bits_captured_or_eager_alone_or_padded(dtype: str) -
 def test_a_captured_graph_sees_a_new_bank_and_new_rows() -> None:
     held = tables(1, 1024, 16, "bfloat16")
     hidden_TD = rows(8, 1024, "bfloat16")
-    site = held.side_stream_site("post_block.0")
+    site = held.site("post_block.0")
     site.read(hidden_TD)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         site.read(hidden_TD)
-        held.branch.join()
     hidden_TD.copy_(hidden_TD.flip(0))
     held.load(bank(1, 1024, 16, seed=9))
     graph.replay()
     expected_TK = twin(held, hidden_TD)
     torch.testing.assert_close(held.scores_STK[0, :8], expected_TK, rtol=2e-5, atol=2e-5)
+
+
+STASH_ROWS = 512
+
+
+def stash_tables(num_sites: int, width: int, capacity: int, dtype: str) -> ScoreTables:
+    """Every site is scored from the stash."""
+    held = tables(num_sites, width, capacity, dtype, max_tokens=1024, stash_rows=STASH_ROWS)
+    for name in held.sites:
+        held.score_from_stash(name)
+    held.load(bank(num_sites, width, capacity))
+    return held
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [100, 576, 1025, 4096, 5120, 8192])
+def test_a_row_in_the_stash_has_the_bits_of_the_stream(width: int, dtype: str) -> None:
+    """Site by site: Triton compiles again for a stash that is aligned otherwise."""
+    held = stash_tables(3, width, 1, dtype)
+    sites = [held.stash_site(name) for name in held.sites]
+    for num_tokens in (1, 2, 17, STASH_ROWS, STASH_ROWS + 1, 1024):
+        held.stash_SRD.fill_(7.0)
+        held.ran_S.zero_()
+        wide_TD = rows(num_tokens, 2 * width, dtype)
+        for at, hidden_TD in ((0, wide_TD[:, :width].contiguous()), (2, wide_TD[:, width:])):
+            sites[at].read(hidden_TD)
+            twin_RD = torch.full_like(held.stash_SRD[at], 7.0)
+            copy_to_stash_twin(hidden_TD, twin_RD, torch.zeros_like(held.ran_S[at]))
+            assert torch.equal(held.stash_SRD[at], twin_RD)
+        assert (held.stash_SRD[1] == 7.0).all()
+        assert [bool(ran) for ran in held.ran_S] == [True, False, True]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("capacity", [3, 33])
+@pytest.mark.parametrize("num_tokens", [1, 32, 33, 100, 129, 512, 513])
+def test_a_stash_site_has_the_scores_of_one_that_scores_at_once(
+    num_tokens: int, capacity: int, dtype: str
+) -> None:
+    held = stash_tables(3, 1024, capacity, dtype)
+    scorer, driver = StashScorer(held), CudaDriver()
+    scorer.prepare(driver)
+    given = rows(3 * num_tokens, 1024, dtype).split(num_tokens)
+    for name, hidden_TD in zip(held.sites, given, strict=True):
+        held.stash_site(name).read(hidden_TD)
+    if num_tokens <= STASH_ROWS:
+        assert not held.scores_STK.any()
+        scorer.launch_for(num_tokens).run(driver, torch.cuda.current_stream().cuda_stream)
+    found_STK = held.scores_STK[:, :num_tokens].clone()
+    torch.testing.assert_close(found_STK[0], twin(held, given[0]), rtol=2e-5, atol=2e-5)
+    for name, hidden_TD in zip(held.sites, given, strict=True):
+        held.site(name).read(hidden_TD)
+    assert torch.equal(found_STK, held.scores_STK[:, :num_tokens])
+
+
+def test_a_captured_graph_stashes_new_rows_and_scores_them_by_a_new_bank() -> None:
+    held = stash_tables(2, 1024, 16, "bfloat16")
+    scorer, driver = StashScorer(held), CudaDriver()
+    scorer.prepare(driver)
+    hidden_TD = rows(8, 1024, "bfloat16")
+    sites = [held.stash_site(name) for name in held.sites]
+    sites[0].read(hidden_TD)  # compiles
+    sites[1].read(hidden_TD)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for site in sites:
+            site.read(hidden_TD)
+        scorer.launch_in_graph(8).run(driver, torch.cuda.current_stream().cuda_stream)
+    hidden_TD.copy_(hidden_TD.flip(0))
+    held.load(bank(2, 1024, 16, seed=9))
+    held.stash_SRD.zero_()
+    held.ran_S.zero_()
+    graph.replay()
+    assert torch.equal(held.stash_SRD[:, :8], hidden_TD.expand(2, -1, -1))
+    assert held.ran_S.tolist() == [1, 1]
+    torch.testing.assert_close(held.scores_STK[0, :8], twin(held, hidden_TD), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("home", ["host", "device"])

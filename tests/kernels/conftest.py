@@ -26,6 +26,7 @@ INTERPRETED = (
     "test_publish_planted.py",
     "test_score_kernel.py",
     "test_stash_kernel.py",
+    "test_stash_copy_kernel.py",
     "test_steer_kernel.py",
     "test_checksum_kernel.py",
 )

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from clairai.engine.capture import rp8_kernel
 from clairai.engine.publish import header_layout, publish_kernel
 from clairai.engine.publish.gpu_launcher import kernel_constants
-from clairai.engine.score import norm_kernel, stash_kernel
+from clairai.engine.score import norm_kernel, stash_copy_kernel, stash_kernel
 from clairai.engine.steer import steer_kernel
 from clairai.ring.layout import RingShape
 
@@ -32,7 +32,7 @@ ALIGNED = ("D", "stride_x", "stride_residual")  # as every real width is
 ROWS = ("x_ptr", "residual_ptr", "weight_ptr", "normed_ptr", "stream_ptr", "stash_ptr")
 
 
-def compiled(kernel: Any, dtype: str, **constants: Any) -> Any:
+def compiled(kernel: Any, dtype: str, num_warps: int = 8, **constants: Any) -> Any:
     types = POINTERS | {"steered_ptr": "*i32", "epsilon": "fp32"} | dict.fromkeys(ROWS, f"*{dtype}")
     names = kernel.arg_names
     signature = {n: "constexpr" if n in CONSTANTS else types.get(n, "i32") for n in names}
@@ -42,7 +42,7 @@ def compiled(kernel: Any, dtype: str, **constants: Any) -> Any:
         if name in names and name != "epsilon"
     }
     source = ASTSource(kernel, signature, {"BLOCK_D": WIDTH, **constants}, aligned)
-    options = {"num_warps": 8, "enable_fp_fusion": True}
+    options = {"num_warps": num_warps, "enable_fp_fusion": True}
     return triton.compile(source, target=HOPPER, options=options)
 
 
@@ -69,6 +69,18 @@ def test_a_row_in_its_norm_stays_in_registers(
     check(compiled(norm_kernel.norm, dtype))
     for keeps_states in (False, True):
         check(compiled(norm_kernel.norm_steered, dtype, KEEPS_STATES=keeps_states))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_row_is_copied_in_the_widest_pieces_that_a_thread_can_move(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    block = stash_copy_kernel.MAX_BLOCK_D
+    ptx = compiled(stash_copy_kernel.copy_to_stash, dtype, num_warps=4, BLOCK_D=block).asm["ptx"]
+    assert ptx.count("ld.global") == ptx.count("ld.global.v4.b32") == 1
+    assert ptx.count("st.global.v4.b32") == 1
+    assert ptx.count("st.global") == 2  # and the note that the tap ran
 
 
 PROJECT_TYPES = {

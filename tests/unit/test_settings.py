@@ -100,10 +100,10 @@ def test_what_is_neither_text_nor_texts_is_refused(name: str, value: object) -> 
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
+        ("fused", 0, "true or false"),
+        ("fused", None, "true or false"),
         ("allow_untested_vllm", 1, "true or false"),
         ("allow_untested_vllm", "yes", "true or false"),
-        ("branch", 0, "true or false"),
-        ("branch", None, "true or false"),
         ("runtime_dir", 3, "a path, as text"),
         ("runtime_dir", ["/run"], "a path, as text"),
     ],
@@ -171,7 +171,7 @@ anything = st.builds(
     capacity=st.integers(1, 1024),
     ring_mib=st.integers(1, 65536),
     ring_home=st.sampled_from(["host", "device"]),
-    branch=st.booleans(),
+    fused=st.booleans(),
     runtime_dir=st.none() | st.text(max_size=5),
     allow_untested_vllm=st.booleans(),
 )

@@ -2,7 +2,7 @@
 
 T = tokens of a step, D = width of the model.
 
-Four ops, all opaque to the compiler:
+Three kinds of ops, all opaque to the compiler:
 
 - `tap` hands the residual stream to a site. It sits in a norm, because a norm is where the stream
   is one tensor: called with two tensors it returns their sum, called with one it is given the
@@ -13,9 +13,6 @@ Four ops, all opaque to the compiler:
   the new row. Rows that are not steered are not touched.
 - `norm` replaces a whole RMSNorm on a GPU by a kernel that taps and steers in passing. As kernels
   of their own those would cost every layer two more launches.
-- `join` has the forward wait for taps on a side stream. A tap beside the forward must be done
-  before the residual is written again, and before the captured piece of the graph ends: vLLM cuts
-  the graph at every attention op. The start of the attention module is the last place before both.
 
 The class of a module instance is swapped, not the forward of its class: nothing but the tapped
 modules changes, and the code lies in a real source file, which vLLM's compile cache looks up
@@ -39,11 +36,9 @@ LIBRARY: Final = "clairai"
 TAP_OP: Final = "tap"
 STEER_OP: Final = "steer"
 STEER_ALONE_OP: Final = "steer_alone"
-JOIN_OP: Final = "join"
 NORM_OP: Final = "norm"
 # Part of the compile-cache key. Raise it when an op's schema changes, or the code around it.
-ABI: Final = 7
-SIDE_STREAM_NAME: Final = "clairai.branch"
+ABI: Final = 8
 INVARIANT_VARIABLE: Final = "VLLM_BATCH_INVARIANT"
 PLAIN_NORM: Final = ("vllm.model_executor.layers.layernorm", "RMSNorm")
 
@@ -169,16 +164,6 @@ class Fused(nn.Module):  # type: ignore[misc]  # torch is Any where it is not in
         return torch.ops.clairai.norm(x_TD, residual_TD, self.weight, self.clairai_name)
 
 
-class Joined(nn.Module):  # type: ignore[misc]  # torch is Any where it is not installed
-    """In front of vLLM's Attention: waits for the taps on the side stream and changes nothing."""
-
-    clairai_token: torch.Tensor
-
-    def forward(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        torch.ops.clairai.join(query, self.clairai_token)
-        return super().forward(query, *args, **kwargs)
-
-
 def attach_tap(
     module: nn.Module, door: Entrance | Exit | None, *, name: str, token: torch.Tensor
 ) -> None:
@@ -212,11 +197,6 @@ def attach_fused_norm(norm: nn.Module, name: str) -> None:
     _mix_into(norm, Fused)
 
 
-def attach_join(attention: nn.Module, token: torch.Tensor) -> None:
-    attention.clairai_token = token
-    _mix_into(attention, Joined)
-
-
 def _mix_into(module: nn.Module, kind: type[nn.Module]) -> None:
     """Put `kind` in front of the class of this one instance."""
     base = type(module)
@@ -240,19 +220,6 @@ def encode_name(name: str) -> Any:
     from vllm.utils.torch_utils import _encode_layer_name
 
     return _encode_layer_name(name)
-
-
-def find_attention(block: nn.Module) -> nn.Module | None:
-    """The block's only attention, if it is of vLLM's own plain class.
-
-    model_executor/layers/attention/attention.py Attention.forward(query, key, value, ...),
-    0.26:488 and 0.32. Other kinds (MLA, linear attention) have other signatures: their blocks are
-    tapped without a side stream.
-    """
-    from vllm.model_executor.layers.attention import Attention
-
-    found = [module for module in block.modules() if isinstance(module, Attention)]
-    return found[0] if len(found) == 1 and type(found[0]) is Attention else None
 
 
 def can_fuse_norms(vllm_config: Any) -> bool:
@@ -289,14 +256,13 @@ def _is_plain_norm(norm: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def define_ops() -> None:
-    """Define `clairai::tap`, `steer`, `steer_alone`, `join` and `norm`, once per process.
+    """Define `clairai::tap`, `steer`, `steer_alone` and `norm`, once per process.
 
     Sites are looked up by name when an op runs. An op that returns nothing declares that it changes
     `token`, so that the compiler neither drops it nor moves it across another.
     """
     _define_tap()
     _define_steer()
-    _define_join()
     _define_norm()
 
 
@@ -342,19 +308,6 @@ def _define_steer() -> None:
     pair = {"x": tensor, "residual": tensor, "token": tensor, "name": LayerNameType, "return": None}
     _register_op(STEER_OP, steer, fake, pair, changes=("x", "residual", "token"))
     _register_op(STEER_ALONE_OP, steer_alone, fake_alone, alone, changes=("x", "token"))
-
-
-def _define_join() -> None:
-    """`join(x, token!)`: `x` keeps it behind the query's projections, `token` behind the tap."""
-
-    def join(x: torch.Tensor, token: torch.Tensor) -> None:
-        del x, token
-        find_site(SIDE_STREAM_NAME).join()
-
-    def fake(x: torch.Tensor, token: torch.Tensor) -> None:
-        del x, token
-
-    _register_op(JOIN_OP, join, fake, {"x": torch.Tensor, "token": torch.Tensor, "return": None})
 
 
 def _define_norm() -> None:

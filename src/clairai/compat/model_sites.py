@@ -55,7 +55,6 @@ class Sites:
     """Where each point lies. Points that are the same tensor share one site."""
 
     modules: Mapping[str, nn.Module]  # site name to the norm, or to the block with the door
-    blocks: Mapping[str, nn.Module]  # site name to the block whose attention follows the norm
     adding: frozenset[str]  # sites whose norm is always given two tensors, and adds them up
     site_of: Mapping[Point, str]
     refused: Mapping[Point, str]
@@ -141,9 +140,8 @@ def find_sites(
     places = _Places(num_layers)
     reason = _find_reason_against_all(decoder, str(dtype))
     if reason:
-        return Sites(
-            {}, {}, frozenset(), {}, dict.fromkeys(places.points, reason), num_layers, width
-        )
+        refused = dict.fromkeys(places.points, reason)
+        return Sites({}, frozenset(), {}, refused, num_layers, width)
     blocks = {layer: _read_block(decoder, block) for layer, block in decoder.local}
     for layer, block in blocks.items():
         same = [Point("post_block", layer - 1)] if decoder.is_handed_on(layer - 1) else []
@@ -169,7 +167,6 @@ class _Places:
         self.points = [Point(kind, layer) for layer in range(num_layers) for kind in POINT_KINDS]
         self._num_layers = num_layers
         self._modules: dict[str, nn.Module] = {}
-        self._blocks: dict[str, nn.Module] = {}
         self._doors: dict[str, Entrance | Exit] = {}
         self._adding: set[str] = set()
         self._site_of: dict[Point, str] = {}
@@ -189,7 +186,6 @@ class _Places:
             self.add_norm(
                 find_child(block.module, block.norms.pre_attn), points, is_adding=is_adding
             )
-            self._blocks[str(points[0])] = block.module
         elif block.doors is not None:
             self._add(block.module, points, block.doors.entrance)
         else:
@@ -226,7 +222,6 @@ class _Places:
     def make_sites(self, width: int) -> Sites:
         return Sites(
             self._modules,
-            self._blocks,
             frozenset(self._adding),
             self._site_of,
             self._refused,

@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 from clairai.engine.score.fused_norm import FusedNormSite
-from clairai.engine.score.score_tables import ScoreSite, SideStreamSite
+from clairai.engine.score.score_tables import ScoreSite
 from clairai.engine.steer.steer_tables import SteerSite
 from clairai.errors import TapMissingError
 
-_SITES: Final = (ScoreSite, SideStreamSite, FusedNormSite, SteerSite)
+_SITES: Final = (ScoreSite, FusedNormSite, SteerSite)
 
 
 class TapProof:

@@ -141,7 +141,6 @@ def _set_compile_key(config: Any, resolved: ResolvedSettings) -> None:
         "abi": model_ops.ABI,
         "points": [str(point) for point in resolved.points],
         "fused": settings.fused and model_ops.can_fuse_norms(config),
-        "branch": settings.branch,
         "steering": settings.is_steering,
     }
     config.additional_config[CONFIG_KEY] = CompileKey(settings, factors)
@@ -280,6 +279,7 @@ def _tap_sites(worker: Any, resolved: ResolvedSettings, sites: Sites, stage: Sta
     # Ranks of a stage send the same; of the last one, one rank stores.
     keeps_rows = stage.is_publisher or not stage.is_last
     is_capturing = settings.capture_settings is not None and keeps_rows
+    has_stash = fused or is_capturing or config.device_config.device_type == "cuda"
     tables = worker.clairai_tables = ScoreTables(
         all_names,
         width=sites.width,
@@ -287,12 +287,12 @@ def _tap_sites(worker: Any, resolved: ResolvedSettings, sites: Sites, stage: Sta
         max_tokens=worker.model_runner.max_num_tokens,
         device=str(worker.model_runner.device),
         dtype=config.model_config.dtype,
-        stash_rows=_count_stash_rows(worker, is_capturing) if fused or is_capturing else 0,
+        stash_rows=_count_stash_rows(worker, is_capturing) if has_stash else 0,
         is_capturing=is_capturing,
     )
     tables.leave_to_other_stages(name for name in all_names if name not in sites.modules)
     _attach_fused_norms(config, sites, tables, fused)
-    _attach_taps(config, sites, tables, set(names) - set(fused), settings)
+    _attach_taps(config, sites, tables, set(names) - set(fused))
     _count_memory(worker.model_runner, tables.nbytes)
     return tables
 
@@ -321,24 +321,17 @@ def _attach_fused_norms(
         tables.score_from_stash(name)
 
 
-def _attach_taps(
-    config: Any, sites: Sites, tables: ScoreTables, names: Set[str], settings: Settings
-) -> None:
+def _attach_taps(config: Any, sites: Sites, tables: ScoreTables, names: Set[str]) -> None:
+    """A GPU scores all taps at once behind the forward; a CPU, which gains nothing, each in it."""
     named = config.compilation_config.static_forward_context
-    named[model_ops.SIDE_STREAM_NAME] = tables.branch
     token = tables.ran_S.new_zeros(1)
-    use_side_stream = settings.branch and tables.device.type == "cuda"
     for name in [name for name in tables.sites if name in names]:
         key = f"{CONFIG_KEY}.{name}"
-        block = sites.blocks.get(name)
-        attention = None
-        if use_side_stream and block is not None:
-            attention = model_ops.find_attention(block)
-        if attention is None:
-            named[key] = tables.site(name)
+        if tables.device.type == "cuda":
+            named[key] = tables.stash_site(name)
+            tables.score_from_stash(name)
         else:
-            named[key] = tables.side_stream_site(name)
-            model_ops.attach_join(attention, token)
+            named[key] = tables.site(name)
         model_ops.attach_tap(sites.modules[name], sites.doors.get(name), name=key, token=token)
 
 

@@ -1,9 +1,9 @@
 """A second CUDA stream for work that the forward pass does not wait for.
 
-Runs in: the worker. A tap reads the residual stream and writes buffers of its own, so nothing in
-the forward waits for it except the next write to what it reads. `fork()` queues such work behind
-what the current stream was given so far; `join()` has the current stream wait until that work has
-read what it needs.
+Runs in: the worker. Scoring, publishing and capturing read what the forward has left and write
+buffers of their own, so nothing waits for them except the next write to what they read. `fork()`
+queues such work behind what the current stream was given so far; `join()` has the current stream
+wait until that work has read what it needs.
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ def test_a_step_has_neither_kernels_nor_time_of_the_prefill() -> None:
     assert step()[QUANTISES] == pytest.approx((4.0 * LAYERS, 4.0 * LAYERS * 2.0))
 
 
-def test_taps_add_kernels_of_their_own_and_leave_the_rest_as_it_is() -> None:
-    found = gpu_kernels.sum_by_kind(gpu_kernels.compare(step(), step(score_wide=1)))
+@pytest.mark.parametrize("kernel", ["copy_to_stash", "score_wide"])
+def test_taps_add_kernels_of_their_own_and_leave_the_rest_as_it_is(kernel: str) -> None:
+    found = gpu_kernels.sum_by_kind(gpu_kernels.compare(step(), step(**{kernel: 1})))
     assert found["clairai"]["first_calls"] == 0
     assert found["clairai"]["other_calls"] == LAYERS
     for kind in ("quantises", "multiplies", "attention"):

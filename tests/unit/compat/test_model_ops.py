@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from types import MethodType, ModuleType, SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ def sites() -> Sites:
         "post_attn.2": gemma(),
     }
     adding = frozenset(modules) - {"pre_attn.0"}
-    return Sites(modules, {}, adding, {}, {}, 3, WIDTH)
+    return Sites(modules, adding, {}, {}, 3, WIDTH)
 
 
 def config(*, device: str = "cuda", quant: object = None, ranks: int = 1) -> Any:
@@ -73,72 +72,6 @@ def test_no_norm_is_replaced_where_results_must_not_depend_on_the_batch(
 ) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert find_fusible(config(), sites, sites.modules) == []
-
-
-class Attention(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
-    """In place of vLLM's own, which tests/engine uses."""
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor, *, scale: float = 1.0) -> Any:
-        self.given = (query, key, scale)
-        return query + key * scale
-
-
-class OtherAttention(Attention):
-    pass
-
-
-class Block(nn.Module):  # type: ignore[misc]
-    def __init__(self, *inner: nn.Module) -> None:
-        super().__init__()
-        self.projection = nn.Linear(2, 2)
-        self.inner = nn.ModuleList(inner)
-
-
-@pytest.fixture(autouse=True)
-def vllm_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing vLLM itself takes seconds, warns and logs."""
-    module = ModuleType("vllm.model_executor.layers.attention")
-    module.Attention = Attention  # type: ignore[attr-defined]
-    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-
-
-def test_the_only_attention_of_a_block_is_found() -> None:
-    attention = Attention()
-    assert model_ops.find_attention(Block(nn.Linear(1, 1), attention)) is attention
-
-
-@pytest.mark.parametrize(
-    "block",
-    [Block(), Block(Attention(), Attention()), Block(OtherAttention())],
-    ids=["none", "two", "another kind"],
-)
-def test_a_block_without_exactly_one_plain_attention_gets_no_side_stream(
-    block: Block,
-) -> None:
-    assert model_ops.find_attention(block) is None
-
-
-def test_a_joined_attention_waits_first_and_then_works_as_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    attention, token = Attention(), torch.zeros(1, dtype=torch.int32)
-    waited: list[object] = []
-
-    def join(x: torch.Tensor, given_token: torch.Tensor) -> None:
-        assert not hasattr(attention, "given")
-        waited.extend((x, given_token))
-
-    monkeypatch.setattr(torch.ops.clairai, "join", join, raising=False)
-    model_ops.attach_join(attention, token)
-    query, key = torch.randn(3, 2), torch.randn(3, 2)
-    found = attention(query, key, scale=2.0)
-    assert waited[0] is query
-    assert waited[1] is token
-    assert torch.equal(found, query + key * 2.0)
-    assert attention.given[0] is query
-    assert isinstance(attention, Attention)
 
 
 class Mlp(nn.Module):  # type: ignore[misc]

@@ -449,7 +449,7 @@ def test_the_comparison_notices_a_norm_of_another_layer() -> None:
     sites = sites_of(model)
     norms = [*sites.modules.values()]
     shifted = dict(zip(sites.modules, [*norms[1:], norms[0]], strict=True))
-    moved = replace(sites, modules=shifted, blocks={}, refused={})
+    moved = replace(sites, modules=shifted, refused={})
     assert len(wrong_points(tapped(model, moved), stream_of(model))) == len(every_point())
 
 

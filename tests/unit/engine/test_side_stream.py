@@ -1,21 +1,14 @@
-"""Forked work runs on the side stream, and is waited for once; of taps, only in a graph."""
+"""Forked work runs on the side stream, and is waited for once; behind taps, only in a graph."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
 
-from clairai.engine.score.score_tables import ScoreTables
 from clairai.engine.side_stream import AfterTaps, NoSideStream, SideStream
-from clairai.points import Point
-from clairai.probe.bank import EngineBank
-from clairai.probe.model import Probe
-
-HERE = Point("post_block", 0)
 
 
 class ToyCuda:
@@ -108,11 +101,11 @@ def test_within_a_capture_the_work_forks_and_is_joined_once(cuda: ToyCuda) -> No
         branch.release()
     assert cuda.current.name == "forward"
     branch.join()
-    branch.join()  # a second attention without a tap before it
+    branch.join()  # nothing was forked since
     assert cuda.noted == ["side waits for forward", "forward waits for side"]
 
 
-def test_two_taps_before_one_join_each_wait_for_their_own_rows(cuda: ToyCuda) -> None:
+def test_two_forks_before_one_join_each_wait_for_what_was_queued(cuda: ToyCuda) -> None:
     cuda.is_capturing = True
     branch = side()
     for _ in range(2):
@@ -128,8 +121,8 @@ def test_a_join_without_a_fork_waits_for_nothing(cuda: ToyCuda) -> None:
     assert cuda.noted == []
 
 
-def test_every_piece_of_a_captured_graph_is_joined_for_itself(cuda: ToyCuda) -> None:
-    """vLLM captures a graph in pieces: a branch that crosses a piece's end breaks the capture."""
+def test_every_captured_graph_is_joined_for_itself(cuda: ToyCuda) -> None:
+    """A branch that crosses the end of a graph breaks its capture."""
     cuda.is_capturing = True
     branch = side()
     for _ in range(3):
@@ -145,21 +138,6 @@ def test_where_there_is_one_stream_work_runs_where_it_stands(cuda: ToyCuda) -> N
         assert cuda.current.name == "forward"
     branch.join()
     assert cuda.noted == []
-
-
-def test_a_site_aside_is_read_on_the_branch_and_scores_the_same(cuda: ToyCuda) -> None:
-    tables = ScoreTables([str(HERE)], width=3, capacity=2, max_tokens=4, device="cpu")
-    probe = Probe("p", HERE, np.ones(3, np.float32))
-    tables.load(EngineBank.empty((HERE,), 2, 3, "toy").add([probe]))
-    rows_TD = torch.arange(6.0).view(2, 3)
-    tables.site(str(HERE)).read(rows_TD)
-    expected_TP = tables.gather(2)
-    tables.scores_STK.zero_()
-    cuda.is_capturing, tables.branch = True, side()
-    tables.side_stream_site(str(HERE)).read(rows_TD)
-    assert cuda.noted == ["side waits for forward"]
-    assert torch.equal(tables.gather(2), expected_TP)
-    assert tables.ran_S.tolist() == [2]
 
 
 def captured_with(tail: AfterTaps, cuda: ToyCuda) -> list[tuple[int, str]]:

@@ -5,9 +5,9 @@ site, P = probes, H = halves of a weight: two bfloat16 on a GPU that serves bflo
 float32.
 
 Every tensor is allocated once and keeps its address, so that a captured CUDA graph stays valid
-while the contents change: a new probe is new numbers in the same place. A GPU runs the kernel of
-score_kernel.py; `score_twin` is the same in plain torch, for CPU engines and as the kernel's
-reference.
+while the contents change: a new probe is new numbers in the same place. A GPU runs the kernels of
+score_kernel.py and stash_copy_kernel.py; the twins are the same in plain torch, for CPU engines and
+as the kernels' reference.
 """
 
 from __future__ import annotations
@@ -60,6 +60,21 @@ def score_twin(
     ran += 1
 
 
+class CopyFunction(Protocol):
+    """Fills the stash: stash_copy_kernel.StashCopier on a GPU, `copy_to_stash_twin` elsewhere."""
+
+    def __call__(
+        self, rows_TD: torch.Tensor, stash_RD: torch.Tensor, ran: torch.Tensor
+    ) -> None: ...
+
+
+def copy_to_stash_twin(rows_TD: torch.Tensor, stash_RD: torch.Tensor, ran: torch.Tensor) -> None:
+    """Copy as many rows as the stash holds, and note that the tap ran."""
+    num_rows = min(len(rows_TD), len(stash_RD))
+    stash_RD[:num_rows].copy_(rows_TD[:num_rows])
+    ran.fill_(1)
+
+
 class ScoreTables:
     """The device side of the probe bank."""
 
@@ -107,20 +122,21 @@ class ScoreTables:
         self._held: dict[SiteSlot, Probe | None] = {}
         self._placed: tuple[ProbeColumn, ...] | None = None  # `placed` of the bank that was loaded
         self._upload = RowUpload(self.device)
-        self.branch: SideStream | NoSideStream = NoSideStream()
         self.tail = AfterTaps(NoSideStream())
         self.score: ScoreFunction = score_twin
+        self.copy_to_stash: CopyFunction = copy_to_stash_twin
         self.scratch: tuple[torch.Tensor, ...] = ()
         if self.device.type == "cuda":
-            self._use_kernel()
+            self._use_kernels()
 
-    def _use_kernel(self) -> None:
+    def _use_kernels(self) -> None:
         from clairai.engine.score.score_kernel import Scorer
+        from clairai.engine.score.stash_copy_kernel import StashCopier
 
         _, _, width, capacity = self.weights_SHDK.shape
         scorer = Scorer(width, capacity, self.max_tokens, self.device)
         self.score, self.scratch = scorer, scorer.scratch
-        self.branch = SideStream(self.device, only_in_graphs=True)
+        self.copy_to_stash = StashCopier(width)
         self.tail = AfterTaps(SideStream(self.device, only_in_graphs=True))
 
     @property
@@ -133,8 +149,9 @@ class ScoreTables:
     def site(self, name: str) -> ScoreSite:
         return ScoreSite(self, self.sites.index(name))
 
-    def side_stream_site(self, name: str) -> SideStreamSite:
-        return SideStreamSite(self, self.sites.index(name))
+    def stash_site(self, name: str) -> StashSite:
+        """A site that needs `score_from_stash`."""
+        return StashSite(self, self.sites.index(name))
 
     def leave_to_other_stages(self, names: Iterable[str]) -> None:
         """Other stages of a pipeline tap these sites, and see to it that the taps run."""
@@ -237,13 +254,13 @@ class ScoreSite:
         )
         self._scores_TK = tables.scores_STK[index]
         self._ran = tables.ran_S[index]
-        self._stash_RD = tables.stash_SRD[index] if tables.is_capturing else None
+        self._stash_RD, self._is_capturing = tables.stash_SRD[index], tables.is_capturing
 
     def read(self, hidden: torch.Tensor) -> None:
         """Called by the tap op. Graphs capture it once: fixed addresses, no wait for the host."""
         rows_TD, scores_TK = self._prepared(hidden)
         self._score(rows_TD, *self._bank, scores_TK, self._ran)
-        if self._stash_RD is not None:
+        if self._is_capturing:
             self._stash_RD[: len(rows_TD)].copy_(rows_TD)
         self._tail.tap_ran(len(rows_TD))
 
@@ -259,14 +276,22 @@ class ScoreSite:
         return hidden_TD, self._scores_TK[:num_tokens]
 
 
-class SideStreamSite(ScoreSite):
-    """A tap on the side stream: the rows must not change before `branch.join()`."""
+class StashSite(ScoreSite):
+    """A tap that leaves the residual rows in the stash; they are scored when the forward is over.
+
+    A step with more rows than the stash holds is a long prefill and never captured in a graph: its
+    rows are scored here at once. Those that fit are in the stash even then, so that what is scored
+    from there is never a row of an earlier step.
+    """
 
     def __init__(self, tables: ScoreTables, index: int) -> None:
         super().__init__(tables, index)
-        self._branch = tables.branch
+        self._copy_to_stash = tables.copy_to_stash
 
     def read(self, hidden: torch.Tensor) -> None:
-        with self._branch.fork():
-            super().read(hidden)
-            self._branch.release()
+        rows_TD, _ = self._prepared(hidden)
+        self._copy_to_stash(rows_TD, self._stash_RD, self._ran)
+        if len(rows_TD) > len(self._stash_RD):
+            super().read(rows_TD)
+        else:
+            self._tail.tap_ran(len(rows_TD))

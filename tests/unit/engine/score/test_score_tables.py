@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from clairai.engine.score.row_upload import SlotRows
 from clairai.engine.score.score_tables import ScoreTables
+from clairai.engine.side_stream import AfterTaps, NoSideStream
 from clairai.errors import TapMissingError
 from clairai.points import Point
 from clairai.probe.bank import EngineBank
@@ -131,6 +132,81 @@ def test_more_rows_than_the_tables_hold_are_refused() -> None:
     held = tables()
     site = held.site(SITES[0])
     site.read(hidden(0, MAX_TOKENS))
+    with pytest.raises(TapMissingError, match="a forward of 17 rows, tables hold 16"):
+        site.read(hidden(0, MAX_TOKENS + 1))
+
+
+STASH_ROWS = 6
+
+
+class CountedTaps(AfterTaps):
+    """Notes the tokens of each tap that ran."""
+
+    def __init__(self) -> None:
+        super().__init__(NoSideStream())
+        self.noted: list[int] = []
+
+    def tap_ran(self, num_tokens: int) -> None:
+        self.noted.append(num_tokens)
+
+
+def stashing() -> tuple[ScoreTables, CountedTaps]:
+    """Tables whose scores are 7 where nothing was scored."""
+    held = ScoreTables(
+        SITES,
+        width=WIDTH,
+        capacity=CAPACITY,
+        max_tokens=MAX_TOKENS,
+        device="cpu",
+        stash_rows=STASH_ROWS,
+    )
+    for site in SITES:
+        held.score_from_stash(site)
+    held.load(bank())
+    held.scores_STK.fill_(7.0)
+    held.tail = counted = CountedTaps()
+    return held, counted
+
+
+@pytest.mark.parametrize("num_tokens", [1, STASH_ROWS])
+def test_a_stash_site_leaves_its_rows_and_scores_nothing(num_tokens: int) -> None:
+    held, counted = stashing()
+    rows_TD = hidden(1, num_tokens)
+    held.stash_site(SITES[2]).read(rows_TD)
+    assert torch.equal(held.stash_SRD[2, :num_tokens], rows_TD)
+    assert held.stash_SRD.count_nonzero() == rows_TD.count_nonzero()
+    assert (held.scores_STK == 7.0).all()
+    assert held.ran_S.tolist() == [0, 0, 1, 0]
+    assert counted.noted == [num_tokens]
+
+
+def test_a_step_that_the_stash_cannot_hold_is_scored_at_once() -> None:
+    held, counted = stashing()
+    rows = {site: hidden(index, STASH_ROWS + 1) for index, site in enumerate(SITES)}
+    for site, rows_TD in rows.items():
+        held.stash_site(site).read(rows_TD)
+    found_TP = held.gather(STASH_ROWS + 1).numpy()
+    np.testing.assert_allclose(found_TP, oracle(bank(), rows), rtol=1e-5, atol=1e-5)
+    held.check_all_ran()
+    assert counted.noted == [STASH_ROWS + 1] * len(SITES)
+
+
+def test_no_row_of_an_earlier_step_stays_in_the_stash_when_a_longer_one_follows() -> None:
+    """Padding alone can make a step longer than the stash: its rows are then scored from there."""
+    held, _ = stashing()
+    site = held.stash_site(SITES[0])
+    site.read(hidden(1, STASH_ROWS))
+    longer_TD = hidden(2, STASH_ROWS + 1)
+    site.read(longer_TD)
+    assert torch.equal(held.stash_SRD[0], longer_TD[:STASH_ROWS])
+
+
+def test_a_stash_site_takes_a_batch_of_sequences_and_no_more_than_the_tables_hold() -> None:
+    held, _ = stashing()
+    site = held.stash_site(SITES[1])
+    rows_TD = hidden(1, 6)
+    site.read(rows_TD.view(2, 3, WIDTH))
+    assert torch.equal(held.stash_SRD[1], rows_TD)
     with pytest.raises(TapMissingError, match="a forward of 17 rows, tables hold 16"):
         site.read(hidden(0, MAX_TOKENS + 1))
 
