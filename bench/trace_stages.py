@@ -46,8 +46,8 @@ def _of_http(_: Any, http: Any, *__: Any) -> Sequence[str]:
     return [http.headers.get(HEADER, "")]
 
 
-def _of_bytes(_: Any, request: bytes, *__: Any) -> Sequence[str]:
-    return [request.partition(b"\r\n\r\n")[0].decode("latin-1")]
+def _of_headers(_: Any, __: Any, ___: Any, headers: Any, *____: Any) -> Sequence[str]:
+    return [headers.get(HEADER, "")]
 
 
 def _of_scope(_: Any, scope: Any, *__: Any) -> Sequence[str]:
@@ -72,7 +72,7 @@ def _of_outputs(_: Any, outputs: Any, *__: Any) -> Sequence[str]:
 
 STAGES: Final = (
     Stage("proxy has read it", "clairai.proxy.completions.complete", "complete", _of_http),
-    Stage("proxy sends it", "clairai.proxy.upstream_connection", "Connection.ask", _of_bytes),
+    Stage("proxy sends it", "clairai.proxy.upstream", "Upstream._send", _of_headers),
     # The proxy answers plain completions without Starlette.
     Stage(
         "API server begins",

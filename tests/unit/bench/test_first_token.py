@@ -16,11 +16,11 @@ from bench.trace_stages import STAGES, VARIABLE, Noted, Stage, read_notes
 
 ROOT = TRACING.parent.parent
 ASK = """
-import asyncio, types
-from clairai.proxy.upstream_connection import Connection
+import types
+from clairai.proxy.upstream import Upstream
 for number in (7, 7, 8):
-    request = f"POST / HTTP/1.1\\r\\nX-Request-Id: trace{number}\\r\\n\\r\\n".encode()
-    Connection.ask(types.SimpleNamespace(), request, 1.0).close()
+    headers = {"X-Request-Id": f"trace{number}"}
+    Upstream._send(types.SimpleNamespace(), "POST", "/", headers, b"", 1.0).close()
 """
 
 
