@@ -43,6 +43,10 @@ class SharedConnection(asyncio.Protocol):
         self.greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
+    def is_open(self) -> bool:
+        return not self._transport.is_closing()
+
+    @property
     def num_exchanges(self) -> int:
         return len(self._exchanges)
 
@@ -125,6 +129,7 @@ class _Exchange:
         loop = asyncio.get_running_loop()
         self.answered: asyncio.Future[BufferedResponse] = loop.create_future()
         self._response: BufferedResponse | None = None
+        self._is_paused = False
         self._silence = SilenceWatch(silence_s, self._fail_silent)
 
     def take(self, kind: int, content: bytes) -> None:
@@ -158,12 +163,16 @@ class _Exchange:
             self._connection.send(self._number, frames.CANCEL)
 
     def pause_reading(self) -> None:
-        self._silence.pause()
-        self._connection.send(self._number, frames.PAUSE)
+        if not self._is_paused:  # more may be on its way meanwhile
+            self._is_paused = True
+            self._silence.pause()
+            self._connection.send(self._number, frames.PAUSE)
 
     def resume_reading(self) -> None:
-        self._silence.resume()
-        self._connection.send(self._number, frames.RESUME)
+        if self._is_paused:
+            self._is_paused = False
+            self._silence.resume()
+            self._connection.send(self._number, frames.RESUME)
 
     def _begin(self, head: frames.ResponseHead) -> None:
         headers: CIMultiDict[str] = CIMultiDict()
@@ -228,7 +237,8 @@ class SharedConnections:
                 await connection.greeted
         except (OSError, TimeoutError, aiohttp.ClientError):
             return  # a dead socket, one that accepts nothing now, or another version
-        self._by_path[path] = connection
+        if connection.is_open:  # it may have been lost since
+            self._by_path[path] = connection
 
     def _forget(self, lost: SharedConnection) -> None:
         self._by_path = {path: one for path, one in self._by_path.items() if one is not lost}

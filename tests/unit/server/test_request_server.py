@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -293,8 +293,9 @@ def test_requests_go_to_the_server_with_the_fewest(tmp_path: Path) -> None:
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
         frames.make_frame(1, frames.REQUEST, b"\xff"),
         frames.make_frame(1, frames.BODY, b"x"),
+        frames.make_frame(1, frames.REQUEST, b"\x94\xa4POST\xa1/\x90\xc4\x00"),
     ],
-    ids=["HTTP", "no request", "an answer"],
+    ids=["HTTP", "no request", "an answer", "a number that is in use"],
 )
 def test_a_proxy_that_speaks_otherwise_is_cut_off(tmp_path: Path, sent: bytes) -> None:
     async def app(_: Scope, receive: Receive, __: Send) -> None:
@@ -319,16 +320,27 @@ def test_a_proxy_that_speaks_otherwise_is_cut_off(tmp_path: Path, sent: bytes) -
 REQUEST = b"\x94\xa4POST\xa1/\x90\xc4\x00"  # msgpack of a Request
 
 
-def test_a_server_of_another_version_is_not_used(tmp_path: Path) -> None:
-    async def main() -> None:
-        async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(frames.make_frame(0, frames.HELLO, b"\x91\x02"))
-            await writer.drain()
-            writer.close()
+@pytest.mark.parametrize(("version", "is_used"), [(frames.VERSION, True), (2, False)])
+def test_a_server_of_another_version_is_not_used(
+    tmp_path: Path, version: int, *, is_used: bool
+) -> None:
+    left = asyncio.Event()
 
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(frames.make_frame(0, frames.HELLO, bytes((0x91, version))))
+        with suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+        left.set()
+
+    async def main() -> None:
         server = await asyncio.start_unix_server(greet, tmp_path / "requests-1.sock")
         connections = SharedConnections(tmp_path, connect_s=DEADLINE_S)
-        assert await connections.find() is None
+        async with asyncio.timeout(DEADLINE_S):
+            found = await connections.find()
+            assert (found is not None) is is_used
+            connections.close()
+            await left.wait()
         server.close()
 
     asyncio.run(main())
