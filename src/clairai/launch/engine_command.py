@@ -19,7 +19,6 @@ from clairai.local.heartbeat import VARIABLE as HEARTBEATS_VARIABLE
 from clairai.local.private_socket import MAX_SOCKET_PATH_BYTES, socket_path
 from clairai.proxy.access_keys import AccessKey
 from clairai.proxy.proxy_settings import Timeouts
-from clairai.wire import exchange_frames
 
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 6969
@@ -37,10 +36,7 @@ _RESERVED: Final = (
     "enable-ssl-refresh",
 )
 # Only the proxy knows the key; heartbeats are for the launcher of this engine alone.
-_DROPPED_VARIABLES: Final = (
-    *("CLAIRAI_API_KEY", "VLLM_API_KEY"),
-    *(HEARTBEATS_VARIABLE, exchange_frames.FOLDER_VARIABLE),
-)
+_DROPPED_VARIABLES: Final = ("CLAIRAI_API_KEY", "VLLM_API_KEY", HEARTBEATS_VARIABLE)
 # The folder of vLLM's own sockets: utils/network_utils.py get_open_zmq_ipc_path, 0.26:142 and
 # 0.32:176, adds a uuid to it.
 _SOCKETS_VARIABLE: Final = "VLLM_RPC_BASE_PATH"
@@ -183,7 +179,6 @@ class EngineCommand:
             made.setdefault(_SOCKETS_VARIABLE, str(self.private_folder))
         if isinstance(self.address, PrivateSocket):
             made[_IDLE_VARIABLE] = str(2 * PRIVATE_IDLE_S)
-            made[exchange_frames.FOLDER_VARIABLE] = str(self.address.path.parent)
         if self.heartbeat_folder is not None:
             made[HEARTBEATS_VARIABLE] = str(self.heartbeat_folder)
         return made

@@ -23,7 +23,6 @@ from yarl import URL
 from clairai.proxy.completions.sse import data_frame
 from clairai.proxy.proxy_settings import ProxySettings
 from clairai.proxy.responses import HttpRefusal
-from clairai.proxy.shared_connection import SharedConnections
 from clairai.proxy.upstream_connection import Address, ConnectionPool, UpstreamResponse
 
 READ_BYTES: Final = 1 << 16
@@ -102,7 +101,6 @@ class Upstream:
         self._settings = settings
         self._session: aiohttp.ClientSession | None = None
         self._pool: ConnectionPool | None = None
-        self._shared: SharedConnections | None = None
         self.num_errors = 0  # completions that it did not answer, or not to the end
         self.num_outages = 0  # times it could not be reached: facts about it may be out of date
         self.on_outage: Callable[[], None] = lambda: None
@@ -127,13 +125,10 @@ class Upstream:
         if address is not None:
             connect_s = self._settings.timeouts.connect
             self._pool = ConnectionPool(address, connect_s=connect_s, keep_s=idle_s)
-            if path is not None:
-                self._shared = SharedConnections(path.parent, connect_s=connect_s)
 
     async def close(self) -> None:
-        for connections in (self._shared, self._pool):
-            if connections is not None:
-                connections.close()
+        if self._pool is not None:
+            self._pool.close()
         if self._session is not None:
             await self._session.close()
 
@@ -204,9 +199,8 @@ class Upstream:
         silence_s = timeouts.control if silence_s is None else silence_s
         is_small = isinstance(body, bytes) and len(body) <= READ_BYTES
         if is_small and self._pool is not None:  # a completion, as a rule
-            shared = None if self._shared is None else await self._shared.find()
-            ask = self._pool.ask if shared is None else shared.ask
-            return await ask(method, path, headers.items(), body, silence_s=silence_s)  # type: ignore[arg-type]
+            pairs = headers.items()
+            return await self._pool.ask(method, path, pairs, body, silence_s=silence_s)  # type: ignore[arg-type]
         assert self._session is not None
         # A large body is sent in parts, so that other streams go on in between.
         is_large = isinstance(body, bytes) and not is_small

@@ -81,55 +81,12 @@ class Address:
             await loop.create_connection(lambda: connection, str(host), self.port)
 
 
-class ResponseSource(Protocol):
-    """Where the bytes of a response come from: a connection, or an exchange of a shared one."""
-
-    def abort(self) -> None:
-        """Nobody wants the rest."""
-
-    def pause_reading(self) -> None: ...
-    def resume_reading(self) -> None: ...
-
-
-class SilenceWatch:
-    """Calls `on_silence` when nothing was heard for so long, unless it is we who do not read."""
-
-    def __init__(self, seconds: float, on_silence: Callable[[], None]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._seconds, self._on_silence = seconds, on_silence
-        self._is_paused = False
-        self._heard_s = self._loop.time()
-        self._timer = self._loop.call_later(seconds, self._check)
-
-    def note_heard(self) -> None:
-        self._heard_s = self._loop.time()
-
-    def pause(self) -> None:
-        self._is_paused = True
-
-    def resume(self) -> None:
-        self._is_paused = False
-        self.note_heard()
-
-    def stop(self) -> None:
-        self._timer.cancel()
-
-    def _check(self) -> None:
-        left_s = self._heard_s + self._seconds - self._loop.time()
-        if self._is_paused:
-            left_s = self._seconds
-        if left_s > 0:
-            self._timer = self._loop.call_later(left_s, self._check)
-        else:
-            self._on_silence()
-
-
 class BufferedResponse:
     """One response: its head, and the bytes of its body that nobody has read yet."""
 
-    def __init__(self, source: ResponseSource, status: int, headers: CIMultiDict[str]) -> None:
+    def __init__(self, connection: Connection, status: int, headers: CIMultiDict[str]) -> None:
         self.status, self.headers = status, headers
-        self._source: ResponseSource | None = source  # until the body has ended
+        self._connection: Connection | None = connection  # until the body has ended
         self._parts: list[bytes] = []
         self._num_buffered = 0
         self._error: BaseException | None = None
@@ -140,7 +97,7 @@ class BufferedResponse:
     @property
     def is_readable(self) -> bool:
         """True if `readany` would not wait."""
-        return bool(self._parts) or self._error is not None or self._source is None
+        return bool(self._parts) or self._error is not None or self._connection is None
 
     def set_sink(self, sink: Callable[[bytes], bool]) -> None:
         """Offer each part to `sink` first, while a reader waits for it; True: it has taken it.
@@ -161,7 +118,7 @@ class BufferedResponse:
         while not self._parts:
             if self._error is not None:
                 raise self._error
-            if self._source is None:
+            if self._connection is None:
                 return b""
             self._reading = asyncio.get_running_loop().create_future()
             try:
@@ -170,8 +127,8 @@ class BufferedResponse:
                 self._reading = None
         raw = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts.clear()
-        if self._num_buffered > MAX_BUFFERED and self._source is not None:
-            self._source.resume_reading()
+        if self._num_buffered > MAX_BUFFERED and self._connection is not None:
+            self._connection.resume_reading()
         self._num_buffered = 0
         return raw
 
@@ -181,11 +138,11 @@ class BufferedResponse:
         self._wake()
 
     def close(self) -> None:
-        if self._source is not None:
-            self._source.abort()
-            self._source = None
+        if self._connection is not None:
+            self._connection.abort()
+            self._connection = None
 
-    # From the source
+    # From the connection
 
     def feed(self, part: bytes) -> None:
         is_awaited = self._reading is not None and not self._reading.done()
@@ -193,18 +150,18 @@ class BufferedResponse:
             return
         self._parts.append(part)
         self._num_buffered += len(part)
-        if self._num_buffered > MAX_BUFFERED and self._source is not None:
-            self._source.pause_reading()
+        if self._num_buffered > MAX_BUFFERED and self._connection is not None:
+            self._connection.pause_reading()
         self._wake()
 
     def end(self) -> None:
-        self._source = None
+        self._connection = None
         self._wake()
 
     def fail(self, error: BaseException) -> None:
         """The rest does not come; what has come can still be read."""
         self._error = self._error or error
-        self._source = None
+        self._connection = None
         self._wake()
 
     def _wake(self) -> None:
@@ -225,8 +182,10 @@ class Connection(asyncio.Protocol):
         self._headers: CIMultiDict[str] = CIMultiDict()
         self._ends_with_connection = False
         self._num_head_bytes = 0
+        self._silence_s = 0.0
+        self._heard_s = 0.0
         self._is_paused = False
-        self._silence: SilenceWatch | None = None
+        self._silence_timer: asyncio.TimerHandle | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
 
     async def ask(self, request: bytes, silence_s: float) -> BufferedResponse:
@@ -234,7 +193,8 @@ class Connection(asyncio.Protocol):
         self._stop_timer()
         self._parser = httptools.HttpResponseParser(self)
         self._headers, self._num_head_bytes = CIMultiDict(), 0
-        self._silence = SilenceWatch(silence_s, self._fail_silent)
+        self._silence_s, self._heard_s = silence_s, self._loop.time()
+        self._silence_timer = self._loop.call_later(silence_s, self._check_silence)
         answered: asyncio.Future[BufferedResponse] = self._loop.create_future()
         self._answered = answered
         self._transport.write(request)
@@ -257,16 +217,14 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def pause_reading(self) -> None:
-        if not self._is_paused and self._silence is not None:
+        if not self._is_paused:
             self._is_paused = True
-            self._silence.pause()
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
         if self._is_paused:
             self._is_paused = False
-            if self._silence is not None:
-                self._silence.resume()
+            self._heard_s = self._loop.time()
             self._transport.resume_reading()
 
     # Called by the event loop
@@ -276,10 +234,10 @@ class Connection(asyncio.Protocol):
         send_at_once(self._transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._answered is None or self._silence is None:  # nobody has asked
+        if self._answered is None:  # nobody has asked
             self.abort()
             return
-        self._silence.note_heard()
+        self._heard_s = self._loop.time()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -341,15 +299,20 @@ class Connection(asyncio.Protocol):
             answered.set_exception(error)
         self.abort()
 
-    def _fail_silent(self) -> None:
-        self._fail(aiohttp.SocketTimeoutError("upstream is silent"))
+    def _check_silence(self) -> None:
+        left_s = self._heard_s + self._silence_s - self._loop.time()
+        if self._is_paused:  # it is we who do not read
+            left_s = self._silence_s
+        if left_s > 0:
+            self._silence_timer = self._loop.call_later(left_s, self._check_silence)
+        else:
+            self._fail(aiohttp.SocketTimeoutError("upstream is silent"))
 
     def _stop_timer(self) -> None:
-        if self._silence is not None:
-            self._silence.stop()
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
-        self._silence = self._idle_timer = None
+        for timer in (self._silence_timer, self._idle_timer):
+            if timer is not None:
+                timer.cancel()
+        self._silence_timer = self._idle_timer = None
 
 
 class ConnectionPool:

@@ -31,7 +31,6 @@ from clairai.server.engine_rpc import (
 from clairai.server.error_reasons import ErrorReasons
 from clairai.server.model_cards import ModelCards
 from clairai.server.request_check import RequestCheck
-from clairai.server.request_server import ServeRequests
 
 BEAT_S: Final = 0.5
 _TOKENS: Final = "clairai_tokens"
@@ -76,7 +75,6 @@ def attach(app: FastAPI) -> None:
     app.add_middleware(RequestCheck)
     app.add_middleware(ModelCards)
     app.add_middleware(ErrorReasons)
-    app.add_middleware(ServeRequests)
 
 
 def connect(client: Any, state: Any) -> None:
