@@ -84,7 +84,7 @@ def table(notes: Sequence[Noted]) -> list[dict[str, Any]]:
     """For each stage that requests went through: medians of its time, and of what it took."""
     times: dict[str, dict[str, int]] = defaultdict(dict)
     for note in notes:
-        times[note.request][note.stage] = note.ns
+        times[note.request][note.stage] = max(note.ns, times[note.request].get(note.stage, 0))
     whole = [one for one in times.values() if SENT in one and CAME in one]
     stages = [stage for stage in ORDER if any(stage in one for one in whole)]
     rows = []

@@ -136,7 +136,7 @@ def plant_racecheck() -> None:
 def launch_norm() -> None:
     """Norms that steer, and the scores of what they leave: rows that fill no tile, one too many.
 
-    And taps beside norms, which leave the same.
+    Taps that are no norms leave the same rows.
     """
     from clairai.engine.kernel_launch import CudaDriver
     from clairai.engine.score.fused_norm import FusedNormSite

@@ -73,7 +73,7 @@ def _of_outputs(_: Any, outputs: Any, *__: Any) -> Sequence[str]:
 STAGES: Final = (
     Stage("proxy has read it", "clairai.proxy.completions.complete", "complete", _of_http),
     Stage("proxy sends it", "clairai.proxy.upstream", "Upstream._send", _of_headers),
-    # The proxy answers plain completions without Starlette.
+    # Of the proxy too, before it sends the request: the last note of a stage counts.
     Stage(
         "API server begins",
         "starlette.middleware.errors",

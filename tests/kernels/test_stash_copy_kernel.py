@@ -27,7 +27,7 @@ def rows(num_tokens: int, width: int, dtype: torch.dtype = torch.float32) -> tor
 
 
 def stashed_by(copy: CopyFunction, rows_TD: torch.Tensor, num_rows: int) -> list[torch.Tensor]:
-    """The stashes of three neighbouring sites, and how often each ran; the one between them has."""
+    """Copy twice to the middle one of three stashes; returns all stashes, and which sites ran."""
     stash_SRD = torch.full((3, num_rows, rows_TD.shape[1]), NOTHING, dtype=rows_TD.dtype)
     ran_S = torch.zeros(3, dtype=torch.int32)
     for _ in range(2):  # a second step notes the same

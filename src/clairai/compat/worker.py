@@ -322,7 +322,7 @@ def _attach_fused_norms(
 
 
 def _attach_taps(config: Any, sites: Sites, tables: ScoreTables, names: Set[str]) -> None:
-    """A GPU scores all taps at once behind the forward; a CPU, which gains nothing, each in it."""
+    """On a GPU taps are scored together after the forward, on a CPU each where it is."""
     named = config.compilation_config.static_forward_context
     token = tables.ran_S.new_zeros(1)
     for name in [name for name in tables.sites if name in names]:

@@ -45,6 +45,7 @@ def test_a_stage_is_told_by_its_time_after_the_client_and_after_the_stage_before
         for stage, at in ((SENT, 0), ("core has it", 2 + number), (CAME, 20))
     ]
     notes.append(Noted(SENT, "trace9", 0))  # no answer came: it does not count
+    notes.append(Noted("core has it", "trace2", 1))  # of another process, before: nor does it
     rows = table(notes)
     assert [(row["stage"], row["at_ms"], row["took_ms"], row["requests"]) for row in rows] == [
         ("core has it", 4.0, 4.0, 3),

@@ -86,7 +86,7 @@ SITES = Sites(
 
 
 def _tables(device: str) -> ScoreTables:
-    """On a CPU, which is called something else."""
+    """Tables on a CPU that say they are on `device`."""
     names = tuple(SITES.modules)
     tables = ScoreTables(names, width=8, capacity=1, max_tokens=16, device="cpu", stash_rows=4)
     tables.device = torch.device(device)
