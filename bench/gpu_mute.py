@@ -17,7 +17,7 @@ import torch
 from clairai.compat.tap_proof import WatchedSite
 from clairai.engine.score.fused_norm import FusedNormSite
 
-WRAPPED: Final = ("execute_model", "prepare_inputs")
+WRAPPED: Final = ("execute_model", "prepare_inputs", "sample", "sample_tokens")  # as needed
 
 
 class Silence:
@@ -67,7 +67,7 @@ def capture_silent(worker: Any) -> None:
     worker.bench_ways = Ways(
         graphs={True: [runner.cudagraph_manager.graphs], False: [{}]},
         named={True: tapped, False: {key: _silent(value) for key, value in tapped.items()}},
-        methods={name: runner.__dict__[name] for name in WRAPPED},
+        methods={name: vars(runner)[name] for name in WRAPPED if name in vars(runner)},
     )
     _capture(worker, is_on=False, set_number=0)
     serve_with_taps(worker, True)

@@ -1,12 +1,14 @@
-"""What taps cost an engine that speculates: tokens a second over vLLM alone with the same drafts.
+"""What taps cost an engine that speculates: tokens a second over the same engine without taps.
 
-For each method an engine of vLLM alone and one with 16 probes at each layer, side by side on one
-GPU; they take turns. Weights are dummies, the same in all engines, and answers are greedy, so both
-accept the same drafts but where rounding decides otherwise: how many is written beside the ratio.
-An n-gram finds what dummies repeat; an EAGLE head of dummies is hardly ever right, and costs its
-time all the same.
+For each method one engine with 16 probes at each layer, and a second set of its graphs without them
+(bench/gpu_mute.py); they take turns. Two engines would differ by several percent for reasons of
+their own: two of vLLM alone show by how much. A step in which requests have unequal numbers of
+drafts runs piece by piece, and there with taps in both ways. Weights are dummies, and answers are
+greedy, so the same drafts are accepted but where rounding decides otherwise: how many is written
+beside the ratio. An n-gram finds what dummies repeat; an EAGLE head of dummies is hardly ever
+right, and costs its time all the same.
 Run: python -m bench.gpu_speculation --out FILE [--methods ngram eagle] [--batches 1 16 64 256]
-     [--rounds 3] [--shape llama-3.1-8b] [--lock FILE]
+     [--rounds 4] [--tokens 256] [--shape llama-3.1-8b] [--alone] [--lock FILE]
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,16 +26,18 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from bench import turns
+from bench import gpu_mute, turns
 from bench.gpu_engines import SHAPES, Case, add_requests, start_engine
+from bench.gpu_overhead import each_worker
 from tests.engine import speculating
 from tests.engine.process import EngineProcess
 
 METHODS: Final = ("ngram", "eagle")
 BATCHES: Final = (1, 16, 64, 256)
 NUM_DRAFTS: Final = 3
-NUM_NEW: Final = 96
-CASES: Final = (Case("alone"), Case("tapped", ("post_block.*",), 16))
+NUM_NEW: Final = 256
+TAPPED: Final = Case("tapped", ("post_block.*",), 16)
+ALONE: Final = (Case("alone"), Case("again"))
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # of graphs: 256 requests have 1,024
 
 
@@ -49,18 +53,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=METHODS)
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--tokens", type=int, default=NUM_NEW)
+    parser.add_argument("--alone", action="store_true", help="two engines of vLLM alone as well")
     parser.add_argument("--lock", type=Path, help="of benches that start at the same time")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, ExitStack() as opened:
         wait_for_turn = opened.enter_context(turns.share(asked.lock))
-        pool = opened.enter_context(ThreadPoolExecutor(2 * len(asked.methods)))
+        cases = (TAPPED, *(ALONE if asked.alone else ()))
+        pool = opened.enter_context(ThreadPoolExecutor(len(cases) * len(asked.methods)))
         starting: dict[str, dict[str, Future[EngineProcess]]] = {
             method: {
                 case.name: pool.submit(start, asked.shape, method, case, Path(name))
-                for case in CASES
+                for case in cases
             }
             for method in asked.methods
         }
@@ -71,8 +77,8 @@ def main() -> None:
         wait_for_turn()
         for method, engines in running.items():
             for batch in asked.batches:
-                told = {"method": method, **compare(engines, batch, asked.rounds, asked.tokens)}
-                write(asked.out, told)
+                for found in compare(engines, batch, asked.rounds, asked.tokens):
+                    write(asked.out, {"method": method, "batch": batch, **found})
 
 
 def write(out: Path, told: Mapping[str, Any]) -> None:
@@ -86,7 +92,7 @@ def write(out: Path, told: Mapping[str, Any]) -> None:
 def start(shape: str, method: str, case: Case, folder: Path) -> EngineProcess:
     runtime = folder / method
     runtime.mkdir(mode=0o700, exist_ok=True)
-    return start_engine(
+    engine = start_engine(
         shape,
         case,
         runtime,
@@ -96,6 +102,9 @@ def start(shape: str, method: str, case: Case, folder: Path) -> EngineProcess:
         kv_cache_memory_bytes=4 << 30,
         disable_log_stats=False,  # else vLLM does not count drafts
     )
+    if case.points:
+        engine.call(each_worker, gpu_mute.capture_silent)
+    return engine
 
 
 def speculate(method: str, shape: str, folder: Path) -> dict[str, Any]:
@@ -116,20 +125,45 @@ def write_head(shape: str, folder: Path) -> Path:
 
 def compare(
     engines: Mapping[str, EngineProcess], batch: int, rounds: int, num_new: int
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
+    """With taps over without, in one engine; then one engine of vLLM alone over another."""
+    tapped = engines["tapped"]
+
+    def serve(is_on: bool) -> Speed:
+        tapped.call(each_worker, gpu_mute.serve_with_taps, is_on)
+        speed: Speed = tapped.call(measure, batch, num_new)
+        return speed
+
+    yield {"compared": "taps", **take_turns(lambda: serve(True), lambda: serve(False), rounds)}
+    if "again" in engines:
+        one, other = (engines[name] for name in ("again", "alone"))
+        speeds = (
+            lambda: one.call(measure, batch, num_new),
+            lambda: other.call(measure, batch, num_new),
+        )
+        yield {"compared": "two starts", **take_turns(*speeds, rounds)}
+
+
+def take_turns(
+    one: Callable[[], Speed], other: Callable[[], Speed], rounds: int
+) -> dict[str, float]:
     """Medians over turns that follow each other; which goes first alternates, the first warms."""
-    found: dict[str, list[Speed]] = {name: [] for name in engines}
+    found: list[tuple[Speed, Speed]] = []
     for turn in range(rounds + 1):
-        for name in [*engines][:: 1 if turn % 2 else -1]:
-            speed = engines[name].call(measure, batch, num_new)
-            found[name] += [speed] if turn else []
-    rates = {name: np.array([one.tokens_s for one in speeds]) for name, speeds in found.items()}
-    accepted = {name: [one.accepted for one in speeds] for name, speeds in found.items()}
+        if turn % 2:
+            found.append((one(), other()))
+        else:
+            second = other()
+            found.append((one(), second))
+    speeds_N22 = np.array(found[1:])
+    rates_N2 = speeds_N22[..., 0]
+    (one_rate, one_accepted), (other_rate, other_accepted) = np.median(speeds_N22, axis=0)
     return {
-        "batch": batch,
-        **{f"{name}_tokens_s": round(float(np.median(rate)), 1) for name, rate in rates.items()},
-        **{f"{name}_accepted": round(float(np.median(each)), 3) for name, each in accepted.items()},
-        "ratio": round(float(np.median(rates["tapped"] / rates["alone"])), 4),
+        "tokens_s": round(float(one_rate), 1),
+        "other_tokens_s": round(float(other_rate), 1),
+        "ratio": round(float(np.median(rates_N2[:, 0] / rates_N2[:, 1])), 4),
+        "accepted": round(float(one_accepted), 3),
+        "other_accepted": round(float(other_accepted), 3),
     }
 
 
