@@ -98,23 +98,21 @@ class Release:
         rows, values = (self.find(part, runner=runner) for part in ("rows", "values"))
         return (self.about.vllm, runner, *_rows_cells(rows), _values_cell(values))
 
-    def cost(self, shape: str, runner: str, case: str, load: str) -> str:
+    def cost(self, batches: Sequence[int], shape: str, runner: str, case: str, load: str) -> str:
         """Ratios at each batch; `failed` if it was tried in vain, nothing if it was not."""
         asked = {"shape": shape, "runner": runner, "case": case, "load": load}
         tried = [one for one in self.lines if one.part == "overhead" and _has(one, asked)]
-        batches = sorted({line.batch for line in tried} - {0})
         found = [self.find("overhead", **asked, batch=batch) for batch in batches]
-        if not batches:
+        if not any(found):
             return "failed" if tried else ""
         return " / ".join("-" if one is None or one.failed else f"{one.p50:.3f}" for one in found)
 
-    def alone(self, shape: str, runner: str) -> str:
+    def alone(self, batches: Sequence[int], shape: str, runner: str) -> str:
         """Milliseconds a token of vLLM alone, at each batch."""
         asked = {"shape": shape, "runner": runner}
         found = [line for line in self.lines if line.part == "overhead" and _has(line, asked)]
-        batches = sorted({line.batch for line in found if line.failed is None})
         by_batch = [[o.alone_ms for o in found if o.batch == b and not o.failed] for b in batches]
-        return " / ".join(f"{min(times):.2f}" for times in by_batch)
+        return " / ".join(f"{min(times):.2f}" if times else "-" for times in by_batch)
 
     def sent(self) -> tuple[str, ...]:
         ways = [self.find("weights", way=way) for way in ("clairai_ipc", "ipc", "ipc, packed")]
@@ -222,7 +220,8 @@ which differ by up to 4 % for reasons of their own. A batch of 256 steered rows 
 one that is not: [why](numbers.md#rows-that-are-alike-are-multiplied-faster)."""
 
 SHAPE: Final = """\
-The shape of {shape} with dummy weights at batch {batches}; milliseconds are without taps:"""
+The shape of {shape} with dummy weights at batch {batches} (`-`: not run);
+milliseconds are without taps:"""
 
 
 def _section(releases: Sequence[Release]) -> list[str]:
@@ -249,8 +248,8 @@ def _times_section(shape: str, releases: Sequence[Release]) -> list[str]:
     batches = sorted({line.batch for line in lines if line.shape == shape} - {0})
     rows = [
         (
-            *(one.about.vllm, runner, one.alone(shape, runner)),
-            *(one.cost(shape, runner, *kind) for kind in COSTS),
+            *(one.about.vllm, runner, one.alone(batches, shape, runner)),
+            *(one.cost(batches, shape, runner, *kind) for kind in COSTS),
         )
         for one in releases
         for runner in one.list_runners("overhead", shape=shape)

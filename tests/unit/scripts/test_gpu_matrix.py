@@ -39,9 +39,9 @@ def test_a_release_has_a_row_for_each_runner(tmp_path: Path) -> None:
     )
     (release,) = gpu_matrix.read_releases(tmp_path)
     assert release.checked("V2") == ("0.31.0", "V2", "95,432", "2", "7", "6.2e-02 (8.3e-02)")
-    assert release.cost(SHAPE, "V2", "all layers x 16", "probes") == "1.001 / 1.016"
-    assert release.cost(SHAPE, "V1", "all layers x 16", "probes") == ""
-    assert release.cost("another", "V2", "all layers x 16", "probes") == ""
+    assert release.cost((1, 16), SHAPE, "V2", "all layers x 16", "probes") == "1.001 / 1.016"
+    assert release.cost((1, 64), SHAPE, "V1", "all layers x 16", "probes") == ""
+    assert release.cost((1, 64), "another", "V2", "all layers x 16", "probes") == ""
     assert release.list_runners("rows") == ["V2", "V1"]
     assert release.list_runners("overhead", shape=SHAPE) == ["V2"]
     assert not release.is_good
@@ -65,8 +65,8 @@ def test_what_failed_is_shown_and_what_was_measured_again_counts(tmp_path: Path)
     )
     (release,) = gpu_matrix.read_releases(tmp_path)
     assert release.checked("V2")[2:] == ("failed", "", "", "wrong: 6.2e-02")
-    assert release.cost(SHAPE, "V2", "all layers x 16", "probes") == "1.002 / -"
-    assert release.cost(SHAPE, "V2", "1 layer x 16", "probes") == "failed"
+    assert release.cost((1, 64), SHAPE, "V2", "all layers x 16", "probes") == "1.002 / -"
+    assert release.cost((1, 64), SHAPE, "V2", "1 layer x 16", "probes") == "failed"
     assert release.sent() == ("0.31.0", "131 ms", "failed", "no memory left")
     assert not release.is_good
 
@@ -87,6 +87,18 @@ def test_shapes_of_one_release_have_tables_of_their_own(tmp_path: Path) -> None:
     page = gpu_matrix.replace_section("", releases)
     assert page.count("| 0.31.0 | V2 | 95,432 |") == 1
     assert page.index("1.002") < page.index("shape of qwen3-30b-a3b") < page.index("1.250")
+
+
+def test_a_batch_that_one_runner_alone_was_tried_with_has_a_place_in_every_row(
+    tmp_path: Path,
+) -> None:
+    for runner, batches in (("V2", (1, 64)), ("V1", (1, 16, 64))):
+        costs = [{"runner": runner, **COST, "batch": at, "p50": 1 + at / 1000} for at in batches]
+        write(tmp_path, *(("overhead", cost) for cost in costs), version=f"0.3{len(batches)}.0")
+    page = gpu_matrix.replace_section("", gpu_matrix.read_releases(tmp_path))
+    assert "at batch 1 / 16 / 64" in page
+    assert "| 1.001 / - / 1.064 |" in page
+    assert "| 1.001 / 1.016 / 1.064 |" in page
 
 
 def test_a_part_that_is_measured_later_is_kept_beside_the_others(tmp_path: Path) -> None:
@@ -123,7 +135,7 @@ def test_times_and_transfers_are_spoken_of_only_if_they_were_measured(tmp_path: 
     write(tmp_path, checked, measured, sent)
     page = gpu_matrix.replace_section("", gpu_matrix.read_releases(tmp_path))
     assert "| vLLM | runner | ms a token | 16 probes, all layers |\n" in page
-    assert f"The shape of {SHAPE} with dummy weights at batch 64;" in page
+    assert f"The shape of {SHAPE} with dummy weights at batch 64 (`-`: not run);" in page
     assert "| 0.31.0 | 131 ms |" in page
 
 
