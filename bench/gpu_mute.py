@@ -93,6 +93,9 @@ def _capture(
         worker.model_runner.cudagraph_manager,
     )
     publisher.disable_graphs = _do_nothing  # when graphs without taps are captured
+    drafter = getattr(worker.model_runner, "speculator", None)
+    if drafter is not None:
+        drafter.capture = _do_nothing  # it has no taps, and keeps its graphs
     descriptions, pool = found._capture_descs, found.pool
     found.pool = torch.cuda.graph_pool_handle()
     found._capture_descs = {
@@ -103,10 +106,12 @@ def _capture(
     worker.model_runner.capture_model()
     found._capture_descs, found.pool = descriptions, pool
     del publisher.disable_graphs
+    if drafter is not None:
+        del drafter.capture
 
 
 def _do_nothing(*given: Any, **named: Any) -> None:
-    """In place of DeviceOutlet.keep_out."""
+    """In place of DevicePublisher.disable_graphs, and of a drafter's capture."""
 
 
 def _silent(named: Any) -> Silence | SilentNorm:

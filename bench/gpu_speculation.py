@@ -36,6 +36,8 @@ METHODS: Final = ("ngram", "eagle")
 BATCHES: Final = (1, 16, 64, 256)
 NUM_DRAFTS: Final = 3
 NUM_NEW: Final = 256
+PROMPT_LEN: Final = 16
+ROOM: Final = 28_000  # tokens of an 8B model, and of its EAGLE head, in the KV cache given below
 TAPPED: Final = Case("tapped", ("post_block.*",), 16)
 ALONE: Final = (Case("alone"), Case("again"))
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # of graphs: 256 requests have 1,024
@@ -127,7 +129,7 @@ def compare(
     engines: Mapping[str, EngineProcess], batch: int, rounds: int, num_new: int
 ) -> Iterator[dict[str, Any]]:
     """With taps over without, in one engine; then one engine of vLLM alone over another."""
-    tapped = engines["tapped"]
+    tapped, num_new = engines["tapped"], fit(num_new, batch)
 
     def serve(is_on: bool) -> Speed:
         tapped.call(each_worker, gpu_mute.serve_with_taps, is_on)
@@ -144,9 +146,12 @@ def compare(
         yield {"compared": "two starts", **take_turns(*speeds, rounds)}
 
 
-def take_turns(
-    one: Callable[[], Speed], other: Callable[[], Speed], rounds: int
-) -> dict[str, float]:
+def fit(num_new: int, batch: int) -> int:
+    """So many that no request is preempted; two steps with drafts may be laid out ahead."""
+    return min(num_new, ROOM // batch - PROMPT_LEN - 2 * (NUM_DRAFTS + 1))
+
+
+def take_turns(one: Callable[[], Speed], other: Callable[[], Speed], rounds: int) -> dict[str, Any]:
     """Medians over turns that follow each other; which goes first alternates, the first warms."""
     found: list[tuple[Speed, Speed]] = []
     for turn in range(rounds + 1):
@@ -156,12 +161,13 @@ def take_turns(
             second = other()
             found.append((one(), second))
     speeds_N22 = np.array(found[1:])
-    rates_N2 = speeds_N22[..., 0]
+    ratio_N = speeds_N22[:, 0, 0] / speeds_N22[:, 1, 0]
     (one_rate, one_accepted), (other_rate, other_accepted) = np.median(speeds_N22, axis=0)
     return {
         "tokens_s": round(float(one_rate), 1),
         "other_tokens_s": round(float(other_rate), 1),
-        "ratio": round(float(np.median(rates_N2[:, 0] / rates_N2[:, 1])), 4),
+        "ratio": round(float(np.median(ratio_N)), 4),
+        "of each turn": ratio_N.round(4).tolist(),
         "accepted": round(float(one_accepted), 3),
         "other_accepted": round(float(other_accepted), 3),
     }
@@ -173,7 +179,7 @@ def take_turns(
 def measure(llm: Any, batch: int, num_new: int) -> Speed:
     """From the first tokens of the whole batch to its last."""
     engine = llm.llm_engine
-    add_requests(llm, batch, prompt_len=16, num_new=num_new)
+    add_requests(llm, batch, prompt_len=PROMPT_LEN, num_new=num_new)
     before, lengths = speculating.count_drafts(llm), dict[str, int]()
     begun: tuple[float, int] | None = None
     while engine.has_unfinished_requests():
