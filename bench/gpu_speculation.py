@@ -14,6 +14,7 @@ Run: python -m bench.gpu_speculation --out FILE [--methods ngram eagle] [--batch
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -77,10 +78,9 @@ def main() -> None:
             for method, engines in starting.items()
         }
         wait_for_turn()
-        for method, engines in running.items():
-            for batch in asked.batches:
-                for found in compare(engines, batch, asked.rounds, asked.tokens):
-                    write(asked.out, {"method": method, "batch": batch, **found})
+        for method, batch in itertools.product(running, asked.batches):
+            for found in compare(running[method], batch, asked.rounds, asked.tokens):
+                write(asked.out, {"method": method, "batch": batch, **found})
 
 
 def write(out: Path, told: Mapping[str, Any]) -> None:

@@ -51,7 +51,9 @@ class Endpoint:
         attach(app)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:  # noqa: ARG002
+        from clairai.compat.api_server import keep_environment
         from clairai.compat.install import is_enabled_for
+        from clairai.compat.stream_chunks import write_chunks_plainly
         from clairai.settings import is_disabled
 
         if engine_client is None or is_disabled():
@@ -68,3 +70,5 @@ class Endpoint:
         connect_tokens(engine_client, state)
         if is_enabled_for(engine_client.vllm_config):
             connect(engine_client, state)
+            keep_environment()
+            write_chunks_plainly()

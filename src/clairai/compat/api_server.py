@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -39,6 +40,17 @@ def watch_other_calls(client: Any, during: Callable[[], AbstractContextManager[N
             return await original(method, *args, **kwargs)
 
     client.collective_rpc = collective_rpc
+
+
+def keep_environment() -> None:
+    """Have vLLM read its environment variables once, as it does in its other processes.
+
+    envs.enable_envs_cache, called by EngineCore.__init__ (v1/engine/core.py, 0.32:258). Statistics
+    look two of them up for every token (v1/metrics/stats.py, 0.32:530).
+    """
+    enable = getattr(sys.modules.get("vllm.envs"), "enable_envs_cache", None)
+    if enable is not None:
+        enable()
 
 
 async def fetch_tokenizer(engine_client: Any) -> Any:
