@@ -58,7 +58,7 @@ from clairai.server.response_fields import ResponseFields
 from clairai.server.response_writer import ResponseWriter
 from clairai.server.steering_preview import SteeringPreview, preview_steering
 
-_PATHS: Final = frozenset(
+COMPLETION_PATHS: Final = frozenset(
     (
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
         *("/v1/chat/completions/batch", "/invocations"),
@@ -314,7 +314,7 @@ def _body_kind(scope: Scope) -> Literal["completion", "json", "form"] | None:
     if scope["type"] != "http" or scope["method"] != "POST":
         return None
     path = scope["path"].removeprefix(scope.get("root_path", ""))
-    if path in _PATHS:
+    if path in COMPLETION_PATHS:
         return "completion"
     if path.startswith(_OUR_PREFIXES):
         return None

@@ -161,3 +161,17 @@ def test_only_a_broken_connection_to_the_core_is_told_to_the_launcher(
     asyncio.run(report_broken_link(Link(monkeypatch, broken=is_broken), heartbeat))
     (found,) = read_heartbeats(tmp_path)
     assert found.activity is (Activity.CUT_OFF if is_broken else Activity.LOOP)
+
+
+def test_completions_are_found_first_and_other_routes_keep_their_order() -> None:
+    async def answer() -> None: ...
+
+    app = FastAPI()
+    for path in ("/a", "/v1/completions", "/b", "/v1/chat/completions", "/{any:path}"):
+        app.add_api_route(path, answer, methods=["POST"])
+    paths = [route.path for route in app.routes]  # type: ignore[attr-defined]
+    Endpoint().attach_router(app)
+    found = [route.path for route in app.routes]  # type: ignore[attr-defined]
+    assert found[:2] == ["/v1/completions", "/v1/chat/completions"]
+    others = [path for path in paths if path not in found[:2]]
+    assert found[2 : 2 + len(others)] == others
