@@ -29,6 +29,9 @@ LOGGER: Final = "clairai"
 FIELDS: Final = "clairai_fields"  # attribute of a record: fields beside the message
 MAX_QUEUED: Final = 10_000  # lines
 CLOSE_S: Final = 2.0
+# Between two looks for lines: a thread that waits for each of them would be woken for each, and
+# take Python's lock from the event loop when many answers end at once.
+PAUSE_S: Final = 0.02
 _DROPPED: Final = '{{"level": "warning", "message": "log lines were dropped", "lines": {}}}'
 _MAX_FOREIGN_CHARACTERS: Final = 200
 _MAX_VALUE_CHARACTERS: Final = 128
@@ -74,6 +77,7 @@ class ThreadedLogHandler(logging.Handler):
         self._write_line = write_line
         self._queue: queue.Queue[str | None] = queue.Queue(MAX_QUEUED)
         self._num_dropped = 0
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._write, name="clairai-log", daemon=True)
         self._thread.start()
 
@@ -86,6 +90,7 @@ class ThreadedLogHandler(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
+        self._closing.set()
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=CLOSE_S)
             self._thread.join(CLOSE_S)
@@ -98,6 +103,8 @@ class ThreadedLogHandler(logging.Handler):
                 if dropped:
                     self._write_line(_DROPPED.format(dropped))
                 self._write_line(line)
+            if self._queue.empty():
+                self._closing.wait(PAUSE_S)
 
 
 def configure_logging(form: LogFormat, write_line: Callable[[str], None]) -> ThreadedLogHandler:

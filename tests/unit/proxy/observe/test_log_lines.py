@@ -131,6 +131,15 @@ def test_an_exception_is_its_kind_and_its_place_and_never_its_text(lines: Lines)
     assert not [word for word in ("prompt", "someone", ".py") if word in line]
 
 
+def test_lines_that_come_together_are_written_in_order_and_at_the_end_without_a_pause(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_lines, "PAUSE_S", 3600.0)
+    for at in range(100):
+        logging.getLogger("clairai").info("%s", at)
+    assert [line["message"] for line in _parsed(lines)] == [str(at) for at in range(100)]
+
+
 def test_every_line_is_one_json_object_whatever_is_in_it(lines: Lines) -> None:
     awkward = 'quote " newline \n tab \t nul \0 ünïcode \ud800'.encode("utf-8", "replace").decode()
     logging.getLogger("clairai").info("%s", awkward, extra={FIELDS: {"a": float("nan")}})
