@@ -191,6 +191,27 @@ def test_no_model_is_made_for_an_ordinary_token(write: Write, made: Counter[str]
     assert sum(made.values()) <= 12  # the first chunk, the last one, and a template
 
 
+def test_what_is_set_afterwards_is_written() -> None:
+    module = importlib.import_module(CHAT.module)
+
+    def write_changed() -> str:
+        delta = module.DeltaMessage(content="a")
+        delta.reasoning = "why"
+        choice = module.ChatCompletionResponseStreamChoice(
+            index=0, delta=delta, logprobs=None, finish_reason=None, token_ids=None
+        )
+        chunk = module.ChatCompletionStreamResponse(
+            id="1", object="chat.completion.chunk", created=1, model="m", choices=[choice]
+        )
+        written: str = chunk.model_dump_json(exclude_unset=True)
+        return written
+
+    expected = write_changed()
+    assert '"reasoning":"why"' in expected
+    write_chunks_plainly()
+    assert write_changed() == expected
+
+
 def test_streams_with_one_id_do_not_share_a_template() -> None:
     write_chunks_plainly()
     plain, with_ids = (write_chat(outputs(TEXTS), return_token_ids=ids) for ids in (False, True))
