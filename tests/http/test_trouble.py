@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from clairai.proxy.proxy_settings import Limits
+from clairai.ring.layout import RingShape
 from tests.http.answers import CHAT, asking, chunks, collect_scores, expected
 from tests.http.fake import Exchange, answering
 from tests.http.world import HURRIED, World, world
@@ -83,8 +84,9 @@ def test_a_slow_client_is_waited_for_and_costs_a_bounded_amount(tmp_path: Path) 
             await exchange.say(chunk)
         await exchange.end()
 
-    limits = Limits(scores=150)
-    with world(tmp_path, script=script, limits=limits) as w:
+    # The ring has room for all records, so that none is overwritten while its reader waits.
+    limits, shape = Limits(scores=150), RingShape(slots=32_768, slot_bytes=4096)
+    with world(tmp_path, script=script, limits=limits, shape=shape) as w:
         slow = raw_request(w, asking(), buffer=4096)
         assert is_stuck.wait(20)  # 40 MB do not fit anywhere
         (sheet,) = w.proxy._scores.values()
