@@ -118,6 +118,7 @@ class LazyModel:
         setattr(self.make(), name, value)
 
 
+# Past `__setattr__`, which is for what vLLM sets.
 _SET_MODEL, _SET_GIVEN, _SET_MADE = (
     vars(LazyModel)[name].__set__ for name in ("model", "given", "made")
 )
