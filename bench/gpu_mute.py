@@ -17,7 +17,12 @@ import torch
 from clairai.compat.tap_proof import WatchedSite
 from clairai.engine.score.fused_norm import FusedNormSite
 
-WRAPPED: Final = ("execute_model", "prepare_inputs", "sample", "sample_tokens")  # as needed
+WRAPPED: Final = (
+    "execute_model",
+    "prepare_inputs",
+    "sample",
+    "sample_tokens",
+)  # if clairai wraps them
 
 
 class Silence:

@@ -41,7 +41,7 @@ class ChunkKind:
     module: str
     chunk: str  # name of the model of a chunk
     choice: str
-    empty: frozenset[str]  # fields of a choice that are None, but at its end
+    empty: frozenset[str]  # fields of a choice that are None in an ordinary chunk
     text: str  # field of a choice that holds the text, or the delta
     delta: str | None = None  # name of the model of a delta, which holds the text
 
@@ -259,9 +259,9 @@ class PlainChunks:
 
     def is_exact(self) -> bool:
         """True if chunks come out byte for byte as vLLM writes them."""
-        made = self._chunk.model_fields["object"].default
+        object_name = self._chunk.model_fields["object"].default
         for token_ids in (None, [], [0, 2**31 - 1]):
-            key = ChunkKey(f'id "{_TRICKY}', made, 1, f"{_TRICKY}\\", 3, token_ids is not None)
+            key = ChunkKey(f'"{_TRICKY}', object_name, 1, f"{_TRICKY}\\", 3, token_ids is not None)
             for text in ("", "a", _TRICKY, '"}]}'):
                 real = self.make_real(key, text, token_ids).model_dump_json(exclude_unset=True)
                 if self._template(key).write(text, token_ids) != real:
@@ -278,23 +278,23 @@ def write_chunks_plainly() -> None:
             continue
         try:
             replace_models(module, kind)
-        except (AttributeError, TypeError, ValueError, KeyError) as error:
+        except (AttributeError, TypeError, ValueError, KeyError, OSError) as error:
             # A release that makes them otherwise: it goes on as it would without clairai.
-            _log.info("chunks of %s are written by vLLM alone: %s", kind.module, error)
+            _log.warning("%s writes every chunk of a stream with pydantic: %s", kind.module, error)
 
 
 def replace_models(module: ModuleType, kind: ChunkKind) -> None:
-    """ValueError if they cannot be; a second call does nothing."""
+    """ValueError or OSError if they must stay vLLM's; a second call does nothing."""
     names = [kind.chunk, kind.choice, *((kind.delta,) if kind.delta else ())]
     chunk, choice, *delta = (getattr(module, name) for name in names)
     if not isinstance(chunk, type):
         return
     source = Path(str(module.__file__)).read_text()
     if re.search(rf"isinstance\([^)]*\b({'|'.join(names)})\b", source):
-        raise ValueError("it asks for the kind of a model")
+        raise ValueError("it uses isinstance on one of its models")
     plain = PlainChunks(kind, chunk, choice, delta[0] if delta else None)
     if not plain.is_exact():
-        raise ValueError("its bytes are others")
+        raise ValueError("a template does not give the same bytes")
     setattr(module, kind.chunk, plain.chunk)
     setattr(module, kind.choice, plain.choice)
     if kind.delta is not None:

@@ -175,3 +175,16 @@ def test_completions_are_found_first_and_other_routes_keep_their_order() -> None
     assert found[:2] == ["/v1/completions", "/v1/chat/completions"]
     others = [path for path in paths if path not in found[:2]]
     assert found[2 : 2 + len(others)] == others
+
+
+@pytest.mark.usefixtures("switch_interval")
+def test_vllm_reads_its_environment_once_if_its_engine_has_taps_and_only_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    envs = SimpleNamespace(enable_envs_cache=lambda: calls.append("enabled"))
+    monkeypatch.setitem(sys.modules, "vllm.envs", envs)
+    _server({})
+    assert not calls
+    _server({"clairai": {"points": ["post_block.0"]}})
+    assert calls == ["enabled"]
